@@ -1,0 +1,49 @@
+"""Plain data that the scheduler hands to a step: which tokens of which sequence, in which blocks and slot.
+
+Scheduling reads counts, never token values, so a step can be planned while the one before it runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SCRATCH_BLOCK = 0
+"""Block that padding rows write to; never owned by a sequence."""
+SCRATCH_SLOT = 0
+"""State slot of padding rows; never owned by a sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens ``[start, start + length)`` of one sequence, to be run in one step.
+
+    ``block_ids`` cover positions ``[0, start + length)``; it is a snapshot, not the scheduler's own list.
+    """
+
+    request_id: str
+    start: int
+    length: int
+    block_ids: tuple[int, ...]
+    slot: int
+    is_decode: bool
+    """A continuation of a sequence whose prompt is done: never a first chunk, even when that has one token."""
+    samples: bool
+    """The chunk reaches the last known token, so a next token is sampled from its last row."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """One step's work: decode chunks first (all of one length), then prefill chunks."""
+
+    index: int
+    chunks: tuple[Chunk, ...]
+    preempted: tuple[str, ...] = ()
+    """Requests that lost their blocks and slot when this step was planned; they will be recomputed."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)

@@ -1,0 +1,31 @@
+"""Every error a user of Sidestream can cause, as one tree.
+
+    SidestreamError
+    ├── ConfigError          (ValueError)   a model or engine setting is wrong or not supported
+    ├── CheckpointError      (ValueError)   files of a checkpoint are missing, broken or do not fit the config
+    ├── RequestError         (ValueError)   one request asks for something impossible; nothing else changes
+    └── CapacityError        (MemoryError)  memory or a pool is too small for what was asked
+
+A message states the value, the limit, where the limit comes from, and the knob that moves it. What only a bug in
+Sidestream can cause is an ``assert``, not one of these.
+"""
+
+
+class SidestreamError(Exception):
+    """Base of all errors that Sidestream raises on purpose."""
+
+
+class ConfigError(SidestreamError, ValueError):
+    """A model or engine setting is wrong, contradictory or not supported."""
+
+
+class CheckpointError(SidestreamError, ValueError):
+    """A checkpoint's files are missing, truncated, unreadable or do not fit its config."""
+
+
+class RequestError(SidestreamError, ValueError):
+    """A request cannot be served as asked; no other request is affected."""
+
+
+class CapacityError(SidestreamError, MemoryError):
+    """Something does not fit: weights, a cache pool, or a request into the pools."""
