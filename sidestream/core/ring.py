@@ -1,0 +1,80 @@
+"""Where the last tokens of each sequence live: a ring of rows a slot, addressed by position alone.
+
+The short convolution of KDA and the unfinished pool of the indexer both need the last few inputs of a sequence. Each
+slot owns ``length`` rows and the token at position p is kept in row ``p % length``. Nothing else describes the ring's
+state, so taking back n tokens (speculation) is setting a position back, as long as ``length >= window - 1 + n``.
+
+All index arithmetic of a step is done once here, on the host, and shared by every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class RingPlan:
+    """Index tensors (int64) of one step over flat token rows.
+
+    A layer gathers its windows from ``source = cat([zero row, x [T, C], ring[carry_rows] [R * (w - 1), C]])``:
+    row 0 stands for positions before the sequence's start (so whatever the slot held is never read), then come the
+    step's own tokens, then what earlier steps left in the ring.
+
+    Attributes:
+        carry_rows: [R * (window - 1)] flat ring rows (slot * length + row) to gather; a row of slot 0 where the
+            position does not exist.
+        window_rows: [T, window] rows of ``source``, oldest first, the token itself last.
+        keep_tokens: [M] token rows to be kept, and
+        keep_rows: [M] the flat ring rows they go to. Each ring row at most once.
+    """
+
+    window: int
+    length: int
+    carry_rows: torch.Tensor
+    window_rows: torch.Tensor
+    keep_tokens: torch.Tensor
+    keep_rows: torch.Tensor
+
+
+def plan_ring(
+    starts: Sequence[int], lengths: Sequence[int], slots: Sequence[int], *, window: int, ring_length: int
+) -> RingPlan:
+    """Plan a step in which sequence r brings tokens ``[starts[r], starts[r] + lengths[r])`` at flat rows in order.
+
+    Args:
+        window: taps, the token itself included; >= 1.
+        ring_length: rows a slot; at least ``window - 1``.
+    """
+    assert ring_length >= window - 1, f"a ring of {ring_length} rows cannot carry {window - 1} tokens"
+    start = np.asarray(starts, dtype=np.int64)
+    length = np.asarray(lengths, dtype=np.int64)
+    slot = np.asarray(slots, dtype=np.int64)
+    num_tokens = int(length.sum())
+    offset = np.cumsum(length) - length
+    sequence = np.repeat(np.arange(len(length)), length)
+    position = np.arange(num_tokens) - np.repeat(offset - start, length)
+
+    back = np.arange(window - 1) - (window - 1)  # -(w-1) .. -1
+    carried = start[:, None] + back[None, :]
+    carry_rows = np.where(carried >= 0, slot[:, None] * ring_length + carried % max(ring_length, 1), 0)
+
+    wanted = position[:, None] + (np.arange(window) - (window - 1))[None, :]
+    own = 1 + offset[sequence][:, None] + wanted - start[sequence][:, None]
+    earlier = 1 + num_tokens + sequence[:, None] * (window - 1) + wanted - start[sequence][:, None] + (window - 1)
+    window_rows = np.where(wanted < 0, 0, np.where(wanted >= start[sequence][:, None], own, earlier))
+
+    end = (start + length)[sequence]
+    kept = np.flatnonzero(position >= end - ring_length)
+    keep_rows = slot[sequence[kept]] * ring_length + position[kept] % max(ring_length, 1)
+    return RingPlan(
+        window=window,
+        length=ring_length,
+        carry_rows=torch.from_numpy(carry_rows.reshape(-1)),
+        window_rows=torch.from_numpy(np.ascontiguousarray(window_rows)),
+        keep_tokens=torch.from_numpy(kept),
+        keep_rows=torch.from_numpy(keep_rows),
+    )
