@@ -1,0 +1,43 @@
+"""Ambient state of one step: set by a ``with`` block around the model's forward, read by layers and attention only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from sidestream.core.layer_cache import LayerCache
+from sidestream.core.protocols import IndexSink, MLAttention
+from sidestream.core.step_inputs import StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """Immutable while the step runs."""
+
+    inputs: StepInputs
+    caches: tuple[LayerCache, ...]
+    attention: MLAttention
+    index_sink: IndexSink
+
+
+_CURRENT: ContextVar[ForwardContext | None] = ContextVar("sidestream_forward_context", default=None)
+
+
+@contextmanager
+def forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
+    """Make ``context`` the current one for the block; contexts do not nest."""
+    assert _CURRENT.get() is None, "a forward context is already open"
+    token = _CURRENT.set(context)
+    try:
+        yield context
+    finally:
+        _CURRENT.reset(token)
+
+
+def get_forward_context() -> ForwardContext:
+    """The context of the step that is running."""
+    context = _CURRENT.get()
+    assert context is not None, "no forward context: a layer was called outside a step"
+    return context

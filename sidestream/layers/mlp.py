@@ -1,0 +1,70 @@
+"""Feed-forward blocks: dense SwiGLU, and a mixture of experts with shared experts beside it."""
+
+from __future__ import annotations
+
+import torch
+
+from sidestream.config.model import ModelConfig
+from sidestream.core.forward_context import get_forward_context
+from sidestream.layers.linear import MergedLinear, Projection, RowLinear
+from sidestream.layers.loader import LayerLoader
+from sidestream.ops.moe import experts, route, swiglu
+
+
+class DenseMlp:
+    """down(silu(gate x) * up x), gate and up clamped where the model says so."""
+
+    def __init__(self, loader: LayerLoader, config: ModelConfig, intermediate_size: int) -> None:
+        self.limit = config.swiglu_limit
+        self.gate_up = MergedLinear(
+            loader,
+            config.hidden_size,
+            [Projection("gate_proj", intermediate_size), Projection("up_proj", intermediate_size)],
+        )
+        self.down = RowLinear(loader, "down_proj", intermediate_size, config.hidden_size)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        gate_up = self.gate_up.weight.linear(x, None)
+        return self.down(swiglu(gate_up, limit=self.limit))
+
+
+class MoeMlp:
+    """Routed experts and shared experts of one layer. The router is fp32 whatever the model's dtype."""
+
+    def __init__(self, loader: LayerLoader, config: ModelConfig) -> None:
+        assert config.moe is not None
+        self.moe = moe = config.moe
+        self.limit = config.swiglu_limit
+        self.group = loader.group
+        hidden, local = config.hidden_size, loader.group.local("moe_intermediate_size", moe.intermediate_size)
+        gate = loader.at("gate")
+        self.router = gate.tensor("weight", (moe.num_experts, hidden), dtype=torch.float32)
+        self.bias = gate.tensor("e_score_correction_bias", (moe.num_experts,), dtype=torch.float32)
+        self.w13 = torch.empty(moe.num_experts, 2 * local, hidden, dtype=loader.dtype, device=loader.device)
+        self.w2 = torch.empty(moe.num_experts, hidden, local, dtype=loader.dtype, device=loader.device)
+        for expert in range(moe.num_experts):
+            name = f"{loader.prefix}experts.{expert}"
+            loader.source.load(f"{name}.gate_proj.weight", self.w13[expert, :local], shard=loader.shard(0))
+            loader.source.load(f"{name}.up_proj.weight", self.w13[expert, local:], shard=loader.shard(0))
+            loader.source.load(f"{name}.down_proj.weight", self.w2[expert], shard=loader.shard(1))
+        self.shared = DenseMlp(loader.at("shared_experts"), config, moe.intermediate_size * moe.num_shared_experts)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [Tp, hidden] -> [Tp, hidden]; padding rows pass the shared experts only."""
+        tokens = get_forward_context().inputs.num_tokens
+        real = x[:tokens]
+        weights, ids = route(
+            real,
+            self.router,
+            self.bias,
+            top_k=self.moe.top_k,
+            num_groups=self.moe.num_groups,
+            topk_groups=self.moe.topk_groups,
+            norm_topk_prob=self.moe.norm_topk_prob,
+            scale=self.moe.routed_scaling_factor,
+        )
+        routed = experts(real, self.w13, self.w2, weights=weights, ids=ids, swiglu_limit=self.limit)
+        out = self.shared(x)
+        out[:tokens] += self.group.all_reduce(routed)
+        return out
