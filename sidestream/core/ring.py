@@ -41,13 +41,20 @@ class RingPlan:
 
 
 def plan_ring(
-    starts: Sequence[int], lengths: Sequence[int], slots: Sequence[int], *, window: int, ring_length: int
+    starts: Sequence[int] | np.ndarray,
+    lengths: Sequence[int] | np.ndarray,
+    slots: Sequence[int],
+    *,
+    window: int,
+    ring_length: int,
+    device: torch.device | None = None,
 ) -> RingPlan:
     """Plan a step in which sequence r brings tokens ``[starts[r], starts[r] + lengths[r])`` at flat rows in order.
 
     Args:
         window: taps, the token itself included; >= 1.
         ring_length: rows a slot; at least ``window - 1``.
+        device: of the index tensors; None is the CPU.
     """
     assert ring_length >= window - 1, f"a ring of {ring_length} rows cannot carry {window - 1} tokens"
     start = np.asarray(starts, dtype=np.int64)
@@ -73,8 +80,8 @@ def plan_ring(
     return RingPlan(
         window=window,
         length=ring_length,
-        carry_rows=torch.from_numpy(carry_rows.reshape(-1)),
-        window_rows=torch.from_numpy(np.ascontiguousarray(window_rows)),
-        keep_tokens=torch.from_numpy(kept),
-        keep_rows=torch.from_numpy(keep_rows),
+        carry_rows=torch.from_numpy(carry_rows.reshape(-1)).to(device),
+        window_rows=torch.from_numpy(np.ascontiguousarray(window_rows)).to(device),
+        keep_tokens=torch.from_numpy(kept).to(device),
+        keep_rows=torch.from_numpy(keep_rows).to(device),
     )

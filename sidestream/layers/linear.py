@@ -19,6 +19,8 @@ class Projection:
     sharded: bool = True
     """Split over the ranks by output rows; False keeps it whole on every rank (an indexer's, for example)."""
     bias: bool = False
+    suffix: str = ".weight"
+    """What the checkpoint appends to ``name`` for the weight; a few bare parameters append nothing."""
 
 
 class MergedLinear:
@@ -43,7 +45,7 @@ class MergedLinear:
         for projection, size in zip(projections, self.sizes, strict=True):
             shard = loader.shard(0) if projection.sharded else None
             name = loader.prefix + projection.name
-            self.weight.load_rows(loader.source, f"{name}.weight", start, start + size, shard=shard)
+            self.weight.load_rows(loader.source, name + projection.suffix, start, start + size, shard=shard)
             if projection.bias:
                 assert self.bias is not None
                 loader.source.load(f"{name}.bias", self.bias[start : start + size], shard=shard)

@@ -1,0 +1,113 @@
+"""Kimi Delta Attention: short convolution, gated delta rule over a recurrent state, gated norm.
+
+Kimi Linear (arXiv 2510.26692); formulas as in the hub models ``kimi_linear`` and ``glm5_next``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sidestream.config.model import ModelConfig
+from sidestream.core.forward_context import get_forward_context
+from sidestream.core.layer_cache import LayerCache
+from sidestream.core.step_inputs import StepInputs
+from sidestream.layers.linear import ColumnLinear, MergedLinear, Projection, RowLinear
+from sidestream.layers.loader import LayerLoader
+from sidestream.layers.padding import pad_rows
+from sidestream.ops.kda import chunked, gate, recurrent, short_conv
+from sidestream.ops.norm import gated_rms_norm
+
+
+class KimiDeltaAttention:
+    """One KDA layer; heads are split over the ranks, the two low-rank projections are whole on each.
+
+    Args:
+        loader: at ``self_attn``.
+        layer: index of the decoder layer.
+    """
+
+    def __init__(self, loader: LayerLoader, config: ModelConfig, layer: int) -> None:
+        kda = config.kda
+        assert kda is not None
+        self.layer = layer
+        self.head_dim = kda.head_dim
+        self.num_heads = loader.group.local("linear_num_heads", kda.num_heads)
+        self.lower_bound = kda.gate_lower_bound
+        self.norm_eps = kda.norm_eps
+        width = kda.num_heads * kda.head_dim
+        local = self.num_heads * kda.head_dim
+        self.inputs = MergedLinear(
+            loader,
+            config.hidden_size,
+            [
+                Projection("q_proj", width),
+                Projection("k_proj", width),
+                Projection("v_proj", width),
+                Projection("f_a_proj", kda.head_dim, sharded=False),
+                Projection("g_a_proj", kda.head_dim, sharded=False),
+                Projection("b_proj", kda.num_heads),
+            ],
+        )
+        self.sizes = [3 * local, kda.head_dim, kda.head_dim, self.num_heads]
+        self.forget = ColumnLinear(loader, "f_b_proj", kda.head_dim, width)
+        self.output_gate = ColumnLinear(loader, "g_b_proj", kda.head_dim, width)
+        self.dt_bias = loader.tensor("dt_bias", (local,), dtype=torch.float32, shard=loader.shard(0))
+        self.a_log = loader.tensor("A_log", (self.num_heads,), dtype=torch.float32, shard=loader.shard(0))
+        self.conv = torch.empty(3 * local, kda.conv_size, dtype=torch.float32, device=loader.device)
+        for i, part in enumerate(("q", "k", "v")):
+            rows = self.conv[i * local : (i + 1) * local]
+            loader.source.load(f"{loader.prefix}{part}_conv1d.weight", rows, shard=loader.shard(0))
+        self.norm = loader.tensor("o_norm.weight", (kda.head_dim,))
+        self.out = RowLinear(loader, "o_proj", width, config.hidden_size)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [Tp, hidden] -> [Tp, hidden]. State is read and written for the true tokens only."""
+        context = get_forward_context()
+        inputs, cache = context.inputs, context.caches[self.layer]
+        tokens = inputs.num_tokens
+        qkv, low_forget, low_gate, beta = self.inputs.weight.linear(x, None).split(self.sizes, dim=-1)
+        forget = gate(self.forget(low_forget)[:tokens], self.dt_bias, self.a_log, lower_bound=self.lower_bound)
+        output_gate = self.output_gate(low_gate)[:tokens].view(tokens, self.num_heads, self.head_dim)
+        mixed = self._mix(qkv[:tokens], forget, beta[:tokens].sigmoid(), inputs=inputs, cache=cache)
+        normed = gated_rms_norm(mixed, output_gate, self.norm, eps=self.norm_eps)
+        return self.out(pad_rows(normed.view(tokens, -1), x.shape[0]))
+
+    def _mix(
+        self, qkv: torch.Tensor, forget: torch.Tensor, beta: torch.Tensor, *, inputs: StepInputs, cache: LayerCache
+    ) -> torch.Tensor:
+        """Convolve, then run the delta rule: one recurrent step for decodes, chunks for prefills. [T, H, V]."""
+        assert cache.conv is not None and cache.recurrent is not None and inputs.conv is not None
+        tokens, heads, dim = qkv.shape[0], self.num_heads, self.head_dim
+        convolved = short_conv(qkv, cache.conv, self.conv, plan=inputs.conv).view(tokens, 3, heads, dim)
+        q, k, v = convolved.unbind(1)
+        decodes, split = inputs.num_decode, inputs.num_decode_tokens
+        outputs = []
+        if decodes:
+            shape = (decodes, inputs.decode_length, heads)
+            mixed = recurrent(
+                q[:split].reshape(*shape, dim),
+                k[:split].reshape(*shape, dim),
+                v[:split].reshape(*shape, dim),
+                g=forget[:split].reshape(*shape, dim),
+                beta=beta[:split].reshape(shape),
+                state=cache.recurrent,
+                slots=inputs.slots[:decodes],
+                start=inputs.starts[:decodes],
+            )
+            outputs.append(mixed.reshape(split, heads, dim))
+        if split < tokens:
+            prefills = inputs.segments[decodes:]
+            outputs.append(
+                chunked(
+                    q[split:],
+                    k[split:],
+                    v[split:],
+                    g=forget[split:],
+                    beta=beta[split:],
+                    state=cache.recurrent,
+                    slots=inputs.host_slots[decodes:],
+                    starts=[segment.start_position for segment in prefills],
+                    lengths=[segment.length for segment in prefills],
+                )
+            )
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -1,0 +1,83 @@
+"""Multi-head latent attention with absorbed projections: queries meet cached latents, not expanded keys.
+
+DeepSeek-V2 (arXiv 2405.04434), section 2.1; formulas as in the hub model ``deepseek_v3`` and its descendants.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sidestream.config.model import IndexerKind, ModelConfig
+from sidestream.core.forward_context import get_forward_context
+from sidestream.layers.indexer import Indexer
+from sidestream.layers.linear import MergedLinear, Projection, RowLinear
+from sidestream.layers.loader import LayerLoader
+from sidestream.layers.padding import pad_rows
+from sidestream.layers.rope import Rotation
+from sidestream.ops.norm import rms_norm
+from sidestream.ops.rope import apply_rope
+
+
+class LatentAttention:
+    """One MLA layer, sparse (leader or follower) or dense. Heads are split over the ranks.
+
+    Args:
+        loader: at ``self_attn``.
+        layer: index of the decoder layer.
+    """
+
+    def __init__(self, loader: LayerLoader, config: ModelConfig, layer: int) -> None:
+        self.mla = mla = config.mla
+        self.layer = layer
+        self.num_heads = loader.group.local("num_attention_heads", mla.num_heads)
+        leads = config.layers[layer].indexer is IndexerKind.FULL
+        self.indexer = Indexer(loader.at("indexer"), config, layer) if leads else None
+        query = Projection("q_proj", mla.num_heads * mla.qk_head_dim)
+        hidden_parts, resid_parts = [query], []
+        if mla.q_lora_rank is not None:
+            hidden_parts = [Projection("q_a_proj", mla.q_lora_rank, sharded=False, bias=mla.attention_bias)]
+            resid_parts = [Projection("q_b_proj", query.out_features)]
+            self.q_norm = loader.tensor("q_a_layernorm.weight", (mla.q_lora_rank,))
+        latent = mla.kv_lora_rank + mla.qk_rope_head_dim
+        hidden_parts.append(Projection("kv_a_proj_with_mqa", latent, sharded=False, bias=mla.attention_bias))
+        if leads:
+            hidden_parts += Indexer.hidden_projections(config)
+            resid_parts.append(Indexer.query_projection(config))
+        self.hidden_inputs = MergedLinear(loader, config.hidden_size, hidden_parts)
+        self.resid_inputs = MergedLinear(loader, mla.q_lora_rank, resid_parts) if mla.q_lora_rank is not None else None
+        self.kv_norm = loader.tensor("kv_a_layernorm.weight", (mla.kv_lora_rank,))
+        expand = loader.tensor(
+            "kv_b_proj.weight",
+            (self.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank),
+            shard=loader.shard(0),
+        ).view(self.num_heads, mla.qk_nope_head_dim + mla.v_head_dim, mla.kv_lora_rank)
+        self.w_uk = expand[:, : mla.qk_nope_head_dim]  # [H, nope, r]
+        self.w_uv = expand[:, mla.qk_nope_head_dim :].transpose(1, 2)  # [H, r, v]
+        self.out = RowLinear(
+            loader, "o_proj", mla.num_heads * mla.v_head_dim, config.hidden_size, bias=mla.attention_bias
+        )
+
+    def __call__(self, x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+        """x [Tp, hidden] -> [Tp, hidden]; ``rotation`` belongs to the T true tokens."""
+        context = get_forward_context()
+        tokens, mla = context.inputs.num_tokens, self.mla
+        query, compressed, *indexer_parts = self.hidden_inputs(x)
+        if self.resid_inputs is not None:
+            q_resid = rms_norm(query, self.q_norm, mla.lora_norm_eps)
+            query, *index_query = self.resid_inputs(q_resid)
+            if self.indexer is not None:
+                self.indexer(index_query[0], tuple(indexer_parts), rotation)
+        query = query[:tokens].view(tokens, self.num_heads, mla.qk_head_dim)
+        latent = rms_norm(compressed[:tokens, : mla.kv_lora_rank], self.kv_norm, mla.lora_norm_eps)
+        absorbed = torch.bmm(query[..., : mla.qk_nope_head_dim].transpose(0, 1), self.w_uk).transpose(0, 1)
+        rope_key = None
+        if mla.qk_rope_head_dim:
+            rope_query = query[..., mla.qk_nope_head_dim :]
+            rope_key = compressed[:tokens, mla.kv_lora_rank :]
+            if rotation is not None:
+                rope_query = apply_rope(rope_query, *rotation, interleaved=True)
+                rope_key = apply_rope(rope_key, *rotation, interleaved=True)
+            absorbed = torch.cat([absorbed, rope_query], dim=-1)
+        attended = context.attention.attend(self.layer, absorbed, latent, rope_key=rope_key)  # [T, H, r]
+        values = torch.bmm(attended.transpose(0, 1), self.w_uv).transpose(0, 1).reshape(tokens, -1)
+        return self.out(pad_rows(values, x.shape[0]))

@@ -1,0 +1,99 @@
+"""The decoder that all supported architectures share: embedding, layers of mixer and MLP, final norm, head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from sidestream.config.model import AttentionKind, MlpKind, ModelConfig
+from sidestream.core.forward_context import get_forward_context
+from sidestream.layers.embedding import Embedding, Head
+from sidestream.layers.kda import KimiDeltaAttention
+from sidestream.layers.loader import LayerLoader
+from sidestream.layers.mla import LatentAttention
+from sidestream.layers.mlp import DenseMlp, MoeMlp
+from sidestream.layers.residual import Sublayer
+from sidestream.layers.rope import Rope, Rotation
+from sidestream.ops.norm import rms_norm
+
+
+class Residual(Protocol):
+    """Joins a sub-layer's output to the residual state."""
+
+    def __call__(self, state: torch.Tensor, sublayer: Sublayer) -> torch.Tensor: ...
+
+
+MakeResidual = Callable[[LayerLoader, ModelConfig, str, str], Residual]
+"""(loader at the layer, config, name of the input norm, site "attn" or "ffn")."""
+
+
+class DecoderLayer:
+    def __init__(self, loader: LayerLoader, config: ModelConfig, layer: int, *, make_residual: MakeResidual) -> None:
+        kind = config.layers[layer]
+        attention = loader.at("self_attn")
+        self.kda = KimiDeltaAttention(attention, config, layer) if kind.attention is AttentionKind.KDA else None
+        self.mla = LatentAttention(attention, config, layer) if self.kda is None else None
+        mlp = loader.at("mlp")
+        self.mlp: Sublayer = (
+            MoeMlp(mlp, config) if kind.mlp is MlpKind.SPARSE else DenseMlp(mlp, config, config.intermediate_size)
+        )
+        self.attention_residual = make_residual(loader, config, "input_layernorm", "attn")
+        self.mlp_residual = make_residual(loader, config, "post_attention_layernorm", "ffn")
+
+    def __call__(self, state: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+        """Residual state in and out: [Tp, hidden], or [Tp, S, hidden] with hyper-connections."""
+        state = self.attention_residual(state, lambda x: self._mix(x, rotation))
+        return self.mlp_residual(state, self.mlp)
+
+    def _mix(self, x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+        if self.kda is not None:
+            return self.kda(x)
+        assert self.mla is not None
+        return self.mla(x, rotation)
+
+
+class DecoderModel:
+    """A causal language model, complete once constructed.
+
+    Args:
+        loader: at the root of the canonical names.
+        max_positions: longest sequence the engine will serve.
+        make_residual: the architecture's residual.
+    """
+
+    def __init__(
+        self, loader: LayerLoader, config: ModelConfig, max_positions: int, *, make_residual: MakeResidual
+    ) -> None:
+        self.config = config
+        trunk = loader.at("model")
+        self.embedding = Embedding(trunk, config)
+        layers = trunk.at("layers")
+        self.layers = [
+            DecoderLayer(layers.at(str(i)), config, i, make_residual=make_residual) for i in range(config.num_layers)
+        ]
+        self.norm = trunk.tensor("norm.weight", (config.hidden_size,))
+        self.head = Head(loader, config, self.embedding)
+        self.rope = Rope(config.mla, max_positions, loader.device) if config.mla.rope is not None else None
+
+    def enter(self, embedded: torch.Tensor) -> torch.Tensor:
+        """[Tp, hidden] embeddings -> residual state."""
+        return embedded
+
+    def leave(self, state: torch.Tensor) -> torch.Tensor:
+        """Residual state -> [Tp, hidden]."""
+        return state
+
+    def forward(self) -> torch.Tensor:
+        """Run the step of the current forward context; returns normalised hidden states [Tp, hidden]."""
+        inputs = get_forward_context().inputs
+        rotation = self.rope(inputs.positions[: inputs.num_tokens]) if self.rope is not None else None
+        state = self.enter(self.embedding(inputs.token_ids))
+        for layer in self.layers:
+            state = layer(state, rotation)
+        return rms_norm(self.leave(state), self.norm, self.config.rms_norm_eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [S, hidden] -> [S, vocab] fp32."""
+        return self.head(hidden)
