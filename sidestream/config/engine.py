@@ -1,0 +1,44 @@
+"""What the user asks of an engine: plain values, nothing resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT_BLOCK_SIZE = 64
+DEFAULT_MAX_NUM_SEQS = 32
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Engine settings; each is a keyword of ``LLM`` and an option of the command line.
+
+    Args:
+        device: "auto" (CUDA where there is one), "cpu" or "cuda".
+        dtype: of weights and activations: "auto" (float32 on a CPU, else the checkpoint's), "float32", "bfloat16".
+        load_format: "auto" reads the checkpoint; "dummy" draws seeded weights for its config.
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: tokens a step, decodes and prefill chunks together.
+        max_model_len: longest sequence, prompt and completion; None is the model's own limit, or less where the
+            cache would not fit.
+        block_size: tokens a KV block; a multiple of ``index_kpool``.
+        num_blocks: KV blocks; None derives them from ``memory_limit``.
+        kv_cache_dtype: "auto" (rows in the engine's dtype), "bf16", "fp8_ds_mla" or "mxfp8".
+        cudagraph_mode: "none"; others need a CUDA device.
+        memory_limit: bytes ("8GiB", an integer) or a share of the device's memory ("60%", a float up to 1) for
+            weights and caches together; None is 60 %.
+        seed: of requests that bring none, and of dummy weights.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
+    max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
+    max_model_len: int | None = None
+    block_size: int = DEFAULT_BLOCK_SIZE
+    num_blocks: int | None = None
+    kv_cache_dtype: str = "auto"
+    cudagraph_mode: str = "none"
+    memory_limit: int | float | str | None = None
+    seed: int = 0

@@ -1,0 +1,146 @@
+"""What the engine will do: every cross-check between the user's settings, the checkpoint and the machine, in one place."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from sidestream.config.engine import EngineConfig
+from sidestream.config.model import AttentionKind, ModelConfig
+from sidestream.errors import ConfigError
+
+DTYPES = ("float32", "bfloat16")
+KV_CACHE_DTYPES = ("auto", "bf16", "fp8_ds_mla", "mxfp8")
+LOAD_FORMATS = ("auto", "dummy")
+CUDAGRAPH_MODES = ("none",)
+DEFAULT_MEMORY_SHARE = 0.6
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """Settings that fit together.
+
+    Attributes:
+        memory_budget: bytes for weights and caches.
+        rollback: tokens that a sequence may take back (0 without speculation).
+    """
+
+    model: ModelConfig
+    device: str
+    dtype: str
+    load_format: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int | None
+    kv_cache_dtype: str
+    cudagraph_mode: str
+    memory_budget: int
+    seed: int
+    rollback: int = 0
+
+    @property
+    def kpool(self) -> int:
+        return self.model.indexer.kpool if self.model.indexer is not None else 1
+
+    @property
+    def uses_blocks(self) -> bool:
+        """Some layer keeps KV rows."""
+        return bool(self.model.layers_of(AttentionKind.SPARSE_MLA, AttentionKind.DENSE_MLA))
+
+    @property
+    def uses_slots(self) -> bool:
+        """Some layer keeps state a sequence: a KDA layer, or an indexer with an unfinished pool."""
+        return self.model.kda is not None or self.kpool > 1
+
+
+def resolve(user: EngineConfig, model: ModelConfig, *, cuda_available: bool, device_memory: int) -> ResolvedConfig:
+    """Check the user's settings against the model and the machine.
+
+    Args:
+        device_memory: bytes of the device that the engine would use.
+    Raises:
+        ConfigError: naming the value, the limit, where it comes from and the knob.
+    """
+    device = ("cuda" if cuda_available else "cpu") if user.device == "auto" else user.device
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {user.device!r}, allowed are 'auto', 'cpu' and 'cuda'")
+    if device == "cuda" and not cuda_available:
+        raise ConfigError("device is 'cuda', but torch sees no CUDA device here; use device='cpu'")
+    dtype = user.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" or model.dtype not in DTYPES else str(model.dtype)
+    _one_of("dtype", dtype, DTYPES)
+    _one_of("load_format", user.load_format, LOAD_FORMATS)
+    _one_of("kv_cache_dtype", user.kv_cache_dtype, KV_CACHE_DTYPES)
+    mode = user.cudagraph_mode.lower()
+    if mode not in CUDAGRAPH_MODES:
+        raise ConfigError(f"cudagraph_mode is {user.cudagraph_mode!r}; on this device only 'none' is available")
+    if user.kv_cache_dtype == "mxfp8" and model.mla.qk_rope_head_dim:
+        raise ConfigError(
+            f"kv_cache_dtype 'mxfp8' has no place for a rope part, and this model has qk_rope_head_dim "
+            f"{model.mla.qk_rope_head_dim}; use 'fp8_ds_mla', 'bf16' or 'auto'"
+        )
+    for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_model_len", "num_blocks"):
+        value = getattr(user, name)
+        if value is None and name in ("max_model_len", "num_blocks"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+    if user.max_num_batched_tokens < user.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens {user.max_num_batched_tokens} is smaller than max_num_seqs {user.max_num_seqs}: "
+            "each running sequence decodes one token a step; raise the first or lower the second"
+        )
+    kpool = model.indexer.kpool if model.indexer is not None else 1
+    if user.block_size % kpool:
+        raise ConfigError(f"block_size {user.block_size} is not a multiple of the model's index_kpool {kpool}")
+    limit = model.max_position_embeddings
+    if user.max_model_len is not None and user.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len {user.max_model_len} is larger than the model's max_position_embeddings {limit}"
+        )
+    return ResolvedConfig(
+        model=model,
+        device=device,
+        dtype=dtype,
+        load_format=user.load_format,
+        max_num_seqs=user.max_num_seqs,
+        max_num_batched_tokens=user.max_num_batched_tokens,
+        max_model_len=user.max_model_len or limit,
+        block_size=user.block_size,
+        num_blocks=user.num_blocks,
+        kv_cache_dtype=user.kv_cache_dtype,
+        cudagraph_mode=mode,
+        memory_budget=parse_memory(user.memory_limit, device_memory),
+        seed=user.seed,
+    )
+
+
+def parse_memory(limit: int | float | str | None, device_memory: int) -> int:
+    """Bytes of a ``memory_limit``: "8GiB", "60%", 0.6, 8589934592; None is the default share."""
+    if limit is None:
+        limit = DEFAULT_MEMORY_SHARE
+    if isinstance(limit, str):
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%|[a-zA-Z]*)\s*", limit)
+        unit = match.group(2).lower() if match else ""
+        if match is None or (unit != "%" and unit not in _UNITS):
+            raise ConfigError(f"memory_limit {limit!r} is neither bytes ('8GiB', '500MB') nor a share ('60%', 0.6)")
+        number = float(match.group(1))
+        limit = number / 100 if unit == "%" else int(number * _UNITS[unit])
+    if isinstance(limit, bool) or not isinstance(limit, int | float):
+        raise ConfigError(f"memory_limit must be bytes or a share, got {limit!r}")
+    if isinstance(limit, float):
+        if not 0 < limit <= 1:
+            raise ConfigError(f"memory_limit {limit} as a share must be above 0 and at most 1")
+        return int(limit * device_memory)
+    if not 0 < limit <= device_memory:
+        raise ConfigError(f"memory_limit {limit} bytes is not between 1 and the device's {device_memory} bytes")
+    return limit
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}, allowed are {', '.join(map(repr, allowed))}")
