@@ -1,0 +1,65 @@
+"""Plain data that leaves the engine: what one step gave a sequence, and what a user gets back.
+
+Field names of ``RequestOutput``, ``CompletionOutput`` and ``Logprob`` are those that vLLM users know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sidestream.core.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One token that a sequence gained when a step was committed."""
+
+    request_id: str
+    token_id: int
+    finish_reason: FinishReason | None = None
+    """Set on the last event of a sequence: its blocks and slot are free again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-probability of one token under the model's raw logits, in nats."""
+
+    logprob: float
+    rank: int
+    """1 is the most likely token of the vocabulary."""
+    decoded_token: str | None = None
+    """The token's text; None without a tokenizer."""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion of a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    """One entry a generated token, the chosen token always among its keys; None if not asked for."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended it; None for the end-of-sequence token and other reasons."""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its completions."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """One entry a prompt token, None for the first; None if not asked for."""
+    outputs: list[CompletionOutput] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finished for output in self.outputs)
