@@ -1,0 +1,43 @@
+# Sidestream: everything a newcomer needs is one word behind `make`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help venv generate test check format lint types bench-cpu clean
+
+help: ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+venv: $(STAMP) ## make the virtual environment with the pinned dependencies
+
+$(STAMP): requirements/dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else "Sidestream needs Python 3.11 to 3.13, $(PYTHON) is %d.%d; set PYTHON=..." % v[:2])'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing pinned dependencies into $(VENV) (once, a few minutes) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt 2> $(VENV)/pip.log || (cat $(VENV)/pip.log; exit 1)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . 2>> $(VENV)/pip.log || (cat $(VENV)/pip.log; exit 1)
+	@touch $(STAMP)
+
+generate: $(STAMP) ## answer the bundled prompts with the bundled checkpoint
+	@$(BIN)/sidestream generate --demo
+
+test: $(STAMP) ## run every test that needs no GPU
+	$(BIN)/python -m pytest
+
+check: format lint types test ## format, lint, check types, then test
+
+format: $(STAMP) ## rewrite sources in the house format
+	$(BIN)/ruff format .
+
+lint: $(STAMP) ## lint
+	$(BIN)/ruff check --fix .
+
+types: $(STAMP) ## mypy, strict
+	$(BIN)/mypy
+
+bench-cpu: $(STAMP) ## compare with transformers on this CPU
+	$(BIN)/python benchmarks/cpu_vs_transformers.py
+
+clean: ## remove caches, keep the virtual environment
+	rm -rf .pytest_cache .mypy_cache .ruff_cache build *.egg-info
