@@ -1,0 +1,152 @@
+"""Ownership of KV blocks: reference counts, and content hashes by which a later request may find a block again.
+
+Pure bookkeeping on integers; the memory itself is in ``sidestream.cache.pools``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from sidestream.core.batch import SCRATCH_BLOCK
+from sidestream.errors import CapacityError
+
+
+class BlockPool:
+    """``num_blocks`` blocks of ``block_size`` tokens, of which block 0 is scratch and never handed out.
+
+    A block with no owner is free. A free block that was published under a content hash keeps its hash, and so its
+    content, until it is handed out again: blocks without a hash go first (last released first, which is warm in a
+    cache), then hashed ones, least recently used first.
+
+    Args:
+        on_evict: called with (block, hash) when a published block is about to be handed out for other content.
+    Raises:
+        CapacityError: no block would be left beside the scratch block.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, on_evict: Callable[[int, bytes], None] | None = None
+    ) -> None:
+        if num_blocks < 2:
+            raise CapacityError(
+                f"a pool of {num_blocks} KV blocks has none beside the scratch block; at least 2 are needed: raise "
+                "num_blocks or memory_limit"
+            )
+        assert block_size >= 1, f"block_size {block_size}"
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._on_evict = on_evict
+        self._references = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that sequences can own."""
+        return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold ``num_tokens`` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Hand out ``count`` blocks with one reference each, or None, and nothing changed, if so many are not free."""
+        assert count >= 0, f"allocate({count})"
+        if count > len(self._free):
+            return None
+        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            self._references[block] = 1
+            self._forget(block)
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each block: one that has owners, or a free one that is still published."""
+        for block in blocks:
+            owned = self._references[block] > 0
+            assert owned or block in self._hash_of, f"block {block} has no owner and no content to share"
+            if not owned:
+                del self._free[block]
+            self._references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Take one reference from each block. Of hashed blocks the later ones are evicted first: a chain is only
+        useful from its beginning."""
+        for block in reversed(blocks):
+            assert self._references[block] > 0, f"block {block} is released, but nobody owns it"
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                self._free[block] = None
+                if block not in self._hash_of:
+                    self._free.move_to_end(block, last=False)
+
+    def publish(self, block: int, content: bytes) -> None:
+        """Let ``lookup`` find an owned, full block by its content. The first block of equal content stays."""
+        assert self._references[block] > 0, f"block {block} is published, but nobody owns it"
+        assert block not in self._hash_of, f"block {block} is published twice"
+        if content not in self._block_of:
+            self._block_of[content] = block
+            self._hash_of[block] = content
+
+    def lookup(self, content: bytes) -> int | None:
+        """The block published under a hash, owned or free; ``share`` it before anything else is allocated."""
+        return self._block_of.get(content)
+
+    def check_integrity(self, owned: Mapping[str, Sequence[int]]) -> None:
+        """Recount everything against the blocks of each owner.
+
+        Raises:
+            AssertionError: with the block and both counts.
+        """
+        counts = Counter(block for blocks in owned.values() for block in blocks)
+        for name, blocks in owned.items():
+            assert len(set(blocks)) == len(blocks), f"{name} owns a block twice: {list(blocks)}"
+        assert SCRATCH_BLOCK not in counts, f"the scratch block is owned by {_owners(owned, SCRATCH_BLOCK)}"
+        assert SCRATCH_BLOCK not in self._free, "the scratch block is in the free list"
+        for block in range(1, self.num_blocks):
+            references = self._references[block]
+            assert references == counts[block], (
+                f"block {block} counts {references} references, its owners are {_owners(owned, block)}"
+            )
+            assert (references == 0) == (block in self._free), (
+                f"block {block} has {references} references and is {'' if block in self._free else 'not '}free"
+            )
+        assert max(counts, default=0) < self.num_blocks, f"block {max(counts)} is not of this pool"
+        assert len(self._free) + len(counts) == self.num_usable, (
+            f"{len(self._free)} free and {len(counts)} owned blocks, of {self.num_usable}"
+        )
+        assert self._block_of == {content: block for block, content in self._hash_of.items()}, "hash maps disagree"
+
+    def _forget(self, block: int) -> None:
+        content = self._hash_of.pop(block, None)
+        if content is not None:
+            del self._block_of[content]
+            if self._on_evict is not None:
+                self._on_evict(block, content)
+
+
+def block_hashes(token_ids: Sequence[int], block_size: int, *, salt: bytes = b"") -> list[bytes]:
+    """Content hash of each full block: 16 bytes over the hash before it and its own tokens.
+
+    Args:
+        salt: whatever else the content depends on (a tenant, an adapter); starts the chain.
+    """
+    hashes: list[bytes] = []
+    previous = hashlib.blake2b(salt, digest_size=16).digest()
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        tokens = struct.pack(f"<{block_size}q", *token_ids[start : start + block_size])
+        previous = hashlib.blake2b(previous + tokens, digest_size=16).digest()
+        hashes.append(previous)
+    return hashes
+
+
+def _owners(owned: Mapping[str, Sequence[int]], block: int) -> list[str]:
+    return [name for name, blocks in owned.items() if block in blocks]

@@ -1,0 +1,86 @@
+"""The cache memory itself: one tensor a layer and kind."""
+
+from __future__ import annotations
+
+import torch
+
+from sidestream.cache.groups import CacheGroup, CacheGroups, CacheKind, Placement, StateGroup
+from sidestream.core.batch import SCRATCH_BLOCK, SCRATCH_SLOT
+from sidestream.core.layer_cache import LayerCache
+
+POISON_BYTE = 0x7F
+
+
+class CachePools:
+    """Allocates the groups' memory once; whoever runs a step reads and writes it in place.
+
+    The memory is not initialised, except for the scratch block and slot, which are zero: nothing reads a row before
+    it was written, and tests make sure by ``poison``.
+
+    Attributes:
+        kv: layer -> [num_blocks * block_size, row_elems], row = block * block_size + offset.
+        index_keys: layer -> [num_blocks, block_size // kpool, D].
+        index_tail: layer -> [num_slots * ring, 2 * D], row = slot * ring + position % ring.
+        conv: layer -> [num_slots * ring, 3 * H * D].
+        recurrent: layer -> [num_slots, versions, H, K, V] fp32.
+    """
+
+    def __init__(self, groups: CacheGroups, num_blocks: int, num_slots: int, *, device: torch.device | str) -> None:
+        self.groups = groups
+        self.num_blocks = num_blocks
+        self.num_slots = num_slots
+        self.device = torch.device(device)
+        memory: dict[CacheKind, dict[int, torch.Tensor]] = {kind: {} for kind in CacheKind}
+        for group in groups.blocks:
+            for layer in group.layers:
+                memory[group.kind][layer] = self._blocks(group)
+        for state in groups.slots:
+            for layer in state.layers:
+                memory[state.kind][layer] = self._slots(state)
+        self.kv = memory[CacheKind.KV]
+        self.index_keys = memory[CacheKind.INDEX_KEYS]
+        self.index_tail = memory[CacheKind.INDEX_TAIL]
+        self.conv = memory[CacheKind.CONV]
+        self.recurrent = memory[CacheKind.RECURRENT]
+
+    def layer(self, index: int) -> LayerCache:
+        """What decoder layer ``index`` keeps."""
+        return LayerCache(
+            kv=self.kv.get(index),
+            index_keys=self.index_keys.get(index),
+            index_tail=self.index_tail.get(index),
+            conv=self.conv.get(index),
+            recurrent=self.recurrent.get(index),
+        )
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor of every layer and kind."""
+        kinds = (self.kv, self.index_keys, self.index_tail, self.conv, self.recurrent)
+        return [tensor for kind in kinds for tensor in kind.values()]
+
+    def bytes_total(self) -> int:
+        return sum(tensor.numel() * tensor.itemsize for tensor in self.tensors())
+
+    def poison(self) -> None:
+        """For tests: fill all memory, scratch too, with NaN, or with 0x7f bytes where the dtype is not a float."""
+        for tensor in self.tensors():
+            if tensor.is_floating_point() and tensor.itemsize > 1:
+                tensor.fill_(float("nan"))
+            else:
+                tensor.view(torch.uint8).fill_(POISON_BYTE)
+
+    def _blocks(self, group: CacheGroup) -> torch.Tensor:
+        pool = self._empty((self.num_blocks, group.rows_per_block, group.row_elems), group.dtype, group.placement)
+        pool[SCRATCH_BLOCK].zero_()
+        return pool.view(-1, group.row_elems) if group.kind is CacheKind.KV else pool
+
+    def _slots(self, group: StateGroup) -> torch.Tensor:
+        shape = (self.num_slots, group.rows_per_slot, *group.row_shape)
+        pool = self._empty(shape, group.dtype, Placement.DEVICE)
+        pool[SCRATCH_SLOT].zero_()
+        return pool if group.kind is CacheKind.RECURRENT else pool.view(-1, *group.row_shape)
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
+        if placement is Placement.HOST:
+            return torch.empty(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+        return torch.empty(shape, dtype=dtype, device=self.device)
