@@ -6,6 +6,8 @@ Every field that changes the maths of a supported model is here under one name, 
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -158,6 +160,24 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
+
+    @classmethod
+    def from_hf(
+        cls, source: str | os.PathLike[str] | Mapping[str, object], *, allow_unknown: bool = False
+    ) -> ModelConfig:
+        """Describe the model of a hub config.
+
+        Args:
+            source: a checkpoint folder (its ``generation_config.json`` may add end-of-sequence ids), the path of a
+                ``config.json``, or its contents.
+            allow_unknown: accept keys that this engine does not know; without it they raise, since they might
+                change what the model computes.
+        Raises:
+            ConfigError: naming the file, the key, its value and what is supported.
+        """
+        from sidestream.config.hf import read_model_config  # here, because hf builds this class
+
+        return read_model_config(source, allow_unknown=allow_unknown)
 
     @property
     def num_layers(self) -> int:
