@@ -1,0 +1,1 @@
+"""Everything that makes the small trained checkpoint: text generator, tokenizer, model, training, export, evaluation."""

@@ -1,0 +1,253 @@
+"""Trains the small checkpoint: dense attention, then the indexer alone, then both under sparse selection.
+
+`python -m training.train --out DIR` on a GPU; `--smoke` runs all phases, export and reload at toy size on a CPU.
+Weights are saved as DIR/NAME.pt at every phase's end and about once a minute, small enough to carry (matrices in bf16).
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from training.data import make_batch
+from training.export import write_checkpoint
+from training.model import Feedforward, Spec, TinyModel
+from training.selection import FAULTS, Fault
+from training.tokenizer import CachedEncoder, build_tokenizer
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One stage of training. `lengths` and `weights` (document kinds) change at fractions of it."""
+
+    name: str
+    steps: int
+    rate: float
+    final: float  # learning rate at the end, as a fraction
+    lengths: tuple[tuple[float, tuple[int, ...]], ...]
+    weights: tuple[tuple[float, tuple[float, ...]], ...]
+    warmup: int = 50
+
+    def length(self, step: int) -> int:
+        choices = next(c for until, c in self.lengths if step < until * self.steps or until == 1.0)
+        return choices[step % len(choices)]
+
+    def kinds(self, step: int) -> tuple[float, ...]:
+        return next(w for until, w in self.weights if step < until * self.steps or until == 1.0)
+
+    def learning_rate(self, step: int) -> float:
+        progress = step / max(1, self.steps)
+        shape = self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * progress))
+        return self.rate * min(1.0, (step + 1) / self.warmup) * shape
+
+
+EVEN = ((1.0, (0.25, 0.3, 0.2, 0.25)),)
+
+
+def plan(dense: int, index: int, joint: int, *, rate: float = 2e-3) -> list[Phase]:
+    """The three phases of the real run."""
+    grow = ((0.12, (128, 256)), (0.3, (256, 512)), (0.6, (512, 1024)), (1.0, (512, 1024, 2048)))
+    kinds = ((0.12, (0.2, 0.4, 0.4, 0.0)), (0.3, (0.2, 0.25, 0.2, 0.35)), (1.0, (0.25, 0.25, 0.15, 0.35)))
+    return [
+        Phase("dense", dense, rate, 0.1, grow, kinds),
+        Phase("index", index, 2e-3, 0.1, ((0.5, (512, 1024)), (1.0, (1024, 2048, 4096))), EVEN),
+        Phase("joint", joint, 4e-4, 0.05, ((0.4, (512, 1024, 2048)), (1.0, (1024, 2048, 4096, 8192))), EVEN),
+    ]
+
+
+def smoke_plan() -> list[Phase]:
+    lengths = ((1.0, (48, 96)),)
+    return [Phase(n, s, 2e-3, 0.1, lengths, EVEN, warmup=2) for n, s in (("dense", 6), ("index", 4), ("joint", 4))]
+
+
+class Batches(IterableDataset[tuple[Any, Any]]):
+    """Batches of one phase in step order; worker w of W makes steps w, w + W, ..."""
+
+    def __init__(self, phase: Phase, tokenizer: str, seed: int, tokens: int) -> None:
+        self.phase, self.tokenizer, self.seed, self.tokens = phase, tokenizer, seed, tokens
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        encode = CachedEncoder(Tokenizer.from_str(self.tokenizer))
+        worker = get_worker_info()
+        first, stride = (worker.id, worker.num_workers) if worker else (0, 1)
+        for step in range(first, self.phase.steps, stride):
+            length = self.phase.length(step)
+            yield make_batch(encode, self.seed, step, max(1, self.tokens // length), length, self.phase.kinds(step))
+
+
+class Trainer:
+    """One model, its optimiser and its data."""
+
+    def __init__(self, model: TinyModel, device: str, tokens: int, tokenizer: Tokenizer, seed: int, workers: int) -> None:
+        self.model, self.device, self.tokens, self.seed, self.workers = model.to(device), device, tokens, seed, workers
+        self.tokenizer = tokenizer.to_str()
+        self.routers = [m for m in model.modules() if isinstance(m, Feedforward) and m.sparse]
+        if device == "cuda":
+            model.stream_dtype = torch.bfloat16
+
+    def optimiser(self, phase: Phase) -> torch.optim.AdamW:
+        groups: dict[bool, list[Tensor]] = {True: [], False: []}
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_("indexer" in name if phase.name == "index" else phase.name == "joint" or "indexer" not in name)
+            if parameter.requires_grad:
+                groups[parameter.ndim >= 2 and "hc_" not in name and "ape" not in name].append(parameter)
+        parts = [{"params": groups[True], "weight_decay": 0.05}, {"params": groups[False], "weight_decay": 0.0}]
+        return torch.optim.AdamW(parts, lr=phase.rate, betas=(0.9, 0.95), fused=self.device == "cuda")
+
+    def queries(self, marks: Tensor, count: int) -> Tensor:
+        """[B, Q] positions for the index loss: half of them before far answers, half anywhere."""
+        noise = torch.rand(2, *marks.shape, device=marks.device)
+        count = min(count, marks.shape[1]) // 2
+        return torch.cat([(noise[0] + (marks == 2)).topk(count).indices, noise[1].topk(count).indices], dim=1)
+
+    def language_loss(self, hidden: Tensor, targets: Tensor, marks: Tensor) -> tuple[Tensor, Tensor]:
+        """Weighted cross-entropy over all tokens, and the share of far answers that are right."""
+        logits = self.model.head(hidden).flatten(0, 1)
+        weight = torch.where(marks > 0, 1.0, 0.1).masked_fill(targets == 0, 0.0).flatten()
+        loss = F.cross_entropy(logits.float(), targets.flatten(), reduction="none")
+        with torch.no_grad():
+            far = (marks == 2).flatten()
+            right = ((logits.argmax(-1) == targets.flatten()) & far).sum() / far.sum().clamp(min=1)
+        return (loss * weight).sum() / weight.sum(), right
+
+    def sensitivity_loss(self, inputs: Tensor, targets: Tensor, marks: Tensor, step: int) -> Tensor:
+        """Makes far answers improbable when one layer's selection is wrong, so that no layer's selection is idle."""
+        layers = self.model.sparse_layers()
+        faults: tuple[Fault, ...] = FAULTS[:5]
+        hidden, _ = self.model(inputs, "sparse", faults={layers[step % len(layers)]: faults[step // len(layers) % len(faults)]})
+        far = (marks == 2).flatten()
+        logits = self.model.head(hidden.flatten(0, 1)[far]).float()
+        chance = logits.softmax(-1).gather(1, targets.flatten()[far].unsqueeze(1))
+        return -torch.log((1.05 - chance).clamp(max=1.0)).mean()
+
+    def run(self, phase: Phase, deadline: float, save: "Saver", *, sensitivity: float = 0.0) -> None:
+        """One phase, stopped early at `deadline` (time.time())."""
+        optimiser = self.optimiser(phase)
+        trainable = [p for group in optimiser.param_groups for p in group["params"]]
+        data = Batches(phase, self.tokenizer, self.seed, self.tokens)
+        loader = DataLoader(data, batch_size=None, num_workers=self.workers, prefetch_factor=4 if self.workers else None, pin_memory=self.device == "cuda")
+        mode = "sparse" if phase.name == "joint" else "dense"
+        started = waited = time.time()
+        waiting, shown = 0.0, torch.zeros(3, device=self.device)
+        self.model.train()
+        for step, (ids, marks) in enumerate(loader):
+            waiting += time.time() - waited
+            ids = ids.to(self.device, non_blocking=True).long()
+            marks = marks.to(self.device, non_blocking=True)[:, 1:]
+            inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:]
+            for group in optimiser.param_groups:
+                group["lr"] = phase.learning_rate(step)
+            queries = None if phase.name == "dense" else self.queries(marks, 256 if phase.name == "index" else 128)
+            with torch.autocast("cuda", torch.bfloat16, enabled=self.device == "cuda"):
+                hidden, index_loss = self.model(inputs, mode, queries=queries)
+                if phase.name == "index":
+                    loss, right = index_loss, index_loss.detach()
+                else:
+                    loss, right = self.language_loss(hidden, targets, marks)
+                total = loss + (index_loss if phase.name == "joint" else 0.0)
+            total.backward()
+            if sensitivity and phase.name == "joint" and inputs.shape[1] <= 2048:
+                rows = max(1, inputs.shape[0] // 2)
+                with torch.autocast("cuda", torch.bfloat16, enabled=self.device == "cuda"):
+                    extra = sensitivity * self.sensitivity_loss(inputs[:rows], targets[:rows], marks[:rows], step)
+                extra.backward()
+            torch.nn.utils.clip_grad_norm_(trainable, 1.0)
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+            if phase.name != "index":
+                for router in self.routers:
+                    router.router_bias += 1e-3 * torch.sign(router.load.mean() - router.load)
+            shown += torch.stack([loss.detach().float(), right.float(), index_loss.detach().float()])
+            if (step + 1) % 100 == 0 or step + 1 == phase.steps:
+                values = (shown / ((step % 100) + 1)).tolist()
+                spent = time.time() - started
+                print(
+                    f"{save.name} {phase.name} {step + 1}/{phase.steps} length {inputs.shape[1]} loss {values[0]:.4f} far {values[1]:.3f} "
+                    f"index {values[2]:.4f} {1e3 * spent / (step + 1):.1f} ms/step waiting {waiting / spent:.0%}",
+                    flush=True,
+                )
+                shown.zero_()
+                save.maybe(self.model)
+                if time.time() > deadline:
+                    print(f"{save.name} {phase.name}: stopped at the deadline after {step + 1} steps", flush=True)
+                    break
+            waited = time.time()
+        save(self.model)
+
+
+class Saver:
+    """Writes DIR/NAME.pt, at once or at most once a minute."""
+
+    def __init__(self, folder: Path, name: str, spec: Spec) -> None:
+        self.folder, self.name, self.spec, self.last = folder, name, spec, time.time()
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, model: TinyModel) -> None:
+        state = {n: t.detach().to("cpu", torch.bfloat16 if t.numel() > 2000 else torch.float32) for n, t in model.state_dict().items()}
+        torch.save({"spec": self.spec.as_dict(), "model": state}, self.folder / f"{self.name}.tmp")
+        (self.folder / f"{self.name}.tmp").rename(self.folder / f"{self.name}.pt")
+        self.last = time.time()
+
+    def maybe(self, model: TinyModel) -> None:
+        if time.time() - self.last > 60:
+            self(model)
+
+
+def load(path: Path) -> TinyModel:
+    """A model that `Saver` wrote."""
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    model = TinyModel(Spec(**saved["spec"]))
+    model.load_state_dict(saved["model"])
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--name", default="tiny")
+    parser.add_argument("--layers", default="KKDKKD")
+    parser.add_argument("--steps", type=int, nargs=3, default=(8000, 600, 1200), metavar=("DENSE", "INDEX", "JOINT"))
+    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--seconds", type=float, nargs=3, default=(1e9, 1e9, 1e9), metavar=("DENSE", "INDEX", "JOINT"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--sensitivity", type=float, default=0.0)
+    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--smoke", action="store_true")
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = build_tokenizer()
+    spec = Spec(layers=args.layers)
+    phases = plan(*args.steps, rate=args.rate)
+    if args.smoke:
+        spec = replace(spec, hidden=32, intermediate=32, moe_intermediate=16, experts=4, heads=2, head_dim=16, latent=16, q_latent=16,
+                       index_topk=16, kda_heads=2, kda_dim=16)  # fmt: skip
+        phases, args.tokens, args.workers = smoke_plan(), 192, 0
+    model = load(args.resume) if args.resume else TinyModel(spec)
+    spec = model.spec
+    print(f"{args.name}: {sum(p.numel() for p in model.parameters()):,} parameters, {args}", flush=True)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    trainer = Trainer(model, device, args.tokens, tokenizer, args.seed, args.workers)
+    save = Saver(args.out, args.name, spec)
+    for phase, seconds in zip(phases, args.seconds, strict=True):
+        if phase.steps:
+            trainer.run(phase, time.time() + seconds, save, sensitivity=args.sensitivity)
+    if device == "cpu":
+        write_checkpoint(model, args.out / args.name, tokenizer)
+        print(json.dumps({"exported": str(args.out / args.name)}))
+
+
+if __name__ == "__main__":
+    main()
