@@ -1,0 +1,15 @@
+"""Every numerical tolerance of the test suite, with the reason for its size.
+
+Absolute bounds on values of order one unless a name says otherwise. A test that needs a looser bound has found a bug.
+"""
+
+FP32_ROUNDING = 2e-6
+"""The same fp32 formula with sums in another order: a few ulp of values near one."""
+FP32_GEMM = 1e-5
+"""fp32 matrix products over some hundred terms of order one, compared between two libraries or two orders."""
+FP32_RECURRENCE = 2e-5
+"""fp32 linear attention carried over hundreds of tokens: chunked against token by token."""
+BF16_OUTPUT = 2**-8
+"""Relative: half a bf16 ulp (8 significant bits), for fp32 results that are rounded to bf16 once."""
+BF16_STEPS = 2**-6
+"""Relative: an oracle that also rounds its inner steps to bf16, against one rounding at the end."""
