@@ -34,15 +34,12 @@ class StepInputsBuilder:
     rollback: int
     device: torch.device
 
-    def build(
-        self, chunks: Sequence[Chunk], token_ids: Sequence[int], *, sample_rows: Sequence[int]
-    ) -> StepInputs:
+    def build(self, chunks: Sequence[Chunk], token_ids: Sequence[int]) -> StepInputs:
         """Lay out one step.
 
         Args:
             chunks: decodes first, all of one length.
             token_ids: of all chunks, in order.
-            sample_rows: token rows whose hidden states are wanted.
         """
         starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
         lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
@@ -87,7 +84,6 @@ class StepInputsBuilder:
             slots=self._tensor(np.array(slots, dtype=np.int64)),
             starts=self._tensor(starts),
             host_slots=slots,
-            sample_rows=self._tensor(np.array(sample_rows, dtype=np.int64)),
             conv=self._ring(starts, lengths, slots, window=self.conv_size) if self.conv_size else None,
             pools=self._pools(starts, lengths, slots, positions=positions[:tokens], blocks=blocks[:tokens])
             if self.kpool > 1

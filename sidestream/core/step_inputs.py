@@ -37,7 +37,6 @@ class StepInputs:
         block_table: [R + 1, B] int64.
         segments: one a sequence, in flat order; the first ``num_decode`` are continuations of one length.
         slots, starts: [R] int64, each sequence's state slot and its first position in this step.
-        sample_rows: [S] int64 token rows whose logits are sampled.
         conv: ring plan of the short convolution, None without KDA layers.
         pools: None without an indexer or at token granularity.
     """
@@ -55,7 +54,6 @@ class StepInputs:
     slots: torch.Tensor
     starts: torch.Tensor
     host_slots: tuple[int, ...]
-    sample_rows: torch.Tensor
     conv: RingPlan | None
     pools: PoolPlan | None
 

@@ -1,0 +1,209 @@
+"""The only wiring: from settings and a checkpoint to a runner with its pools. Nothing else builds parts of an engine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from sidestream.attention.index_group import BlockTableResolver, SparseMLAIndexGroup, SparseMLAIndexGroupBuilder
+from sidestream.attention.latent import PagedLatentAttention
+from sidestream.attention.step_inputs import StepInputsBuilder
+from sidestream.cache.groups import CacheGroups, plan_cache_groups
+from sidestream.cache.pools import CachePools
+from sidestream.config.engine import EngineConfig
+from sidestream.config.model import AttentionKind, IndexerKind, ModelConfig
+from sidestream.config.resolved import ResolvedConfig, resolve
+from sidestream.engine.runner import ModelRunner
+from sidestream.errors import CapacityError
+from sidestream.layers.loader import LayerLoader
+from sidestream.layers.parallel import SINGLE
+from sidestream.layers.weight_format import DenseFormat
+from sidestream.models.decoder import DecoderModel
+from sidestream.models.registry import MODELS
+from sidestream.ops.kv_rows import KVRowLayout, kv_row_layout
+from sidestream.weights import LoadReport, open_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Bytes that the engine holds, by part; together at most the budget."""
+
+    weights: int
+    blocks: int
+    slots: int
+    budget: int
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """Everything that runs steps, complete.
+
+    Attributes:
+        num_blocks, num_slots: of the pools, scratch included.
+        max_model_len: longest sequence, by the model, the user and the pools.
+    """
+
+    config: ResolvedConfig
+    runner: ModelRunner
+    pools: CachePools
+    load_report: LoadReport
+    ledger: Ledger
+    num_blocks: int
+    num_slots: int
+    max_model_len: int
+
+
+def build_engine(model_path: str | os.PathLike[str], user: EngineConfig) -> BuiltEngine:
+    """Resolve the settings, load the weights, size and allocate the caches.
+
+    Raises:
+        ConfigError, CheckpointError: settings or files are wrong.
+        CapacityError: weights or caches do not fit ``memory_limit``.
+    """
+    folder = Path(model_path)
+    model_config = ModelConfig.from_hf(folder)
+    config = resolve(
+        user, model_config, cuda_available=torch.cuda.is_available(), device_memory=_device_memory(user.device)
+    )
+    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    layout = kv_row_layout(
+        config.kv_cache_dtype,
+        latent_dim=model_config.mla.kv_lora_rank,
+        rope_dim=model_config.mla.qk_rope_head_dim,
+        model_dtype=dtype,
+    )
+    groups = plan_cache_groups(
+        model_config,
+        block_size=config.block_size,
+        row_elems=layout.row_elems,
+        row_dtype=layout.dtype,
+        model_dtype=dtype,
+        rollback=config.rollback,
+    )
+    model, report = load_model(folder, config, device=device, dtype=dtype)
+    weights = _bytes_of(model)
+    num_blocks, num_slots, max_model_len = size_pools(config, groups, weights=weights)
+    pools = CachePools(groups, num_blocks, num_slots, device=device)
+    return BuiltEngine(
+        config=config,
+        runner=wire_runner(model, config, pools, layout=layout),
+        pools=pools,
+        load_report=report,
+        ledger=Ledger(
+            weights=weights,
+            blocks=num_blocks * groups.bytes_per_block,
+            slots=num_slots * groups.bytes_per_slot,
+            budget=config.memory_budget,
+        ),
+        num_blocks=num_blocks,
+        num_slots=num_slots,
+        max_model_len=max_model_len,
+    )
+
+
+def load_model(
+    folder: Path, config: ResolvedConfig, *, device: torch.device, dtype: torch.dtype
+) -> tuple[DecoderModel, LoadReport]:
+    """Construct the model from its checkpoint, or from seeded dummy weights."""
+    source = open_weights(folder, config.model, load_format=config.load_format, seed=config.seed)
+    loader = LayerLoader(
+        source=source, prefix="", dtype=dtype, device=device, format=DenseFormat(dtype, device), group=SINGLE
+    )
+    model = MODELS[config.model.architecture](loader, config.model, config.max_model_len)
+    return model, source.finish()
+
+
+def size_pools(config: ResolvedConfig, groups: CacheGroups, *, weights: int) -> tuple[int, int, int]:
+    """Blocks, slots (scratch included) and the longest sequence that fit the budget beside the weights.
+
+    Blocks are as many as all ``max_num_seqs`` sequences of ``max_model_len`` could fill, or as fit.
+    """
+    budget = config.memory_budget
+    if weights > budget:
+        raise CapacityError(
+            f"the weights take {weights} bytes, more than the memory budget of {budget} bytes; raise memory_limit"
+        )
+    num_slots = config.max_num_seqs + 1
+    left = budget - weights - num_slots * groups.bytes_per_slot
+    longest = -(-config.max_model_len // config.block_size)
+    if config.num_blocks is not None:
+        num_blocks = config.num_blocks + 1
+    elif groups.bytes_per_block:
+        num_blocks = min(config.max_num_seqs * longest + 1, max(left, 0) // groups.bytes_per_block)
+    else:
+        num_blocks = 1
+    if left < num_blocks * groups.bytes_per_block or (config.uses_blocks and num_blocks < 2):
+        needed = weights + num_slots * groups.bytes_per_slot + max(num_blocks, 2) * groups.bytes_per_block
+        raise CapacityError(
+            f"weights ({weights} bytes), {num_slots} state slots ({num_slots * groups.bytes_per_slot} bytes) and "
+            f"{max(num_blocks, 2)} KV blocks of {groups.bytes_per_block} bytes need {needed} bytes, more than the "
+            f"memory budget of {budget} bytes; raise memory_limit or lower max_num_seqs"
+        )
+    room = (num_blocks - 1) * config.block_size if config.uses_blocks else config.max_model_len
+    return num_blocks, num_slots, min(config.max_model_len, room)
+
+
+def wire_runner(
+    model: DecoderModel, config: ResolvedConfig, pools: CachePools, *, layout: KVRowLayout
+) -> ModelRunner:
+    """Connect a model to its caches."""
+    model_config = config.model
+    builder = StepInputsBuilder(
+        block_size=config.block_size,
+        conv_size=model_config.kda.conv_size if model_config.kda is not None else 0,
+        kpool=config.kpool,
+        rollback=config.rollback,
+        device=pools.device,
+    )
+    attention = PagedLatentAttention(
+        layout=layout, scale=model_config.mla.softmax_scale, groups=index_groups(config, pools.device)
+    )
+    caches = tuple(pools.layer(i) for i in range(model_config.num_layers))
+    return ModelRunner(model, caches=caches, attention=attention, builder=builder)
+
+
+def index_groups(config: ResolvedConfig, device: torch.device) -> tuple[SparseMLAIndexGroup, ...]:
+    """The model's index groups, leaders in layer order."""
+    if config.model.indexer is None:
+        return ()
+    builder = SparseMLAIndexGroupBuilder()
+    for layer in config.model.layers_of(AttentionKind.SPARSE_MLA):
+        leads = config.model.layers[layer].indexer is IndexerKind.FULL
+        builder.register_layer(layer, is_index_producing_layer=leads)
+    return builder.build(
+        width=config.model.indexer.topk_width,
+        decode_rows=config.max_num_seqs * (1 + config.rollback),
+        resolver=BlockTableResolver(),
+        device=device,
+    )
+
+
+def _device_memory(device: str) -> int:
+    if device != "cpu" and torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info()[1])
+    return int(psutil.virtual_memory().total)
+
+
+def _bytes_of(model: DecoderModel) -> int:
+    """Bytes of every tensor reachable from the model, shared storage counted once."""
+    storages: dict[int, int] = {}
+    pending: list[object] = [model]
+    seen: set[int] = set()
+    while pending:
+        item = pending.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            storage = item.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(item, list | tuple):
+            pending.extend(item)
+        elif type(item).__module__.startswith("sidestream."):
+            slots = getattr(type(item), "__slots__", ())
+            pending.extend(vars(item).values() if hasattr(item, "__dict__") else (getattr(item, s) for s in slots))
+    return sum(storages.values())

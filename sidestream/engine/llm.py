@@ -1,0 +1,205 @@
+"""``LLM``: offline generation. A client of the engine core that adds text on both sides."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from sidestream.config.engine import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+    EngineConfig,
+)
+from sidestream.core.outputs import RequestOutput
+from sidestream.core.sampling_params import SamplingParams
+from sidestream.engine.build import BuiltEngine, build_engine
+from sidestream.engine.core import EngineCore
+from sidestream.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt
+from sidestream.engine.output_processor import OutputProcessor
+from sidestream.engine.tokenizer import load_tokenizer
+from sidestream.errors import CheckpointError, RequestError
+
+BUNDLED_MODEL = "glm5-next-tiny"
+
+
+def bundled_model() -> Path:
+    """Folder of the small trained checkpoint that ships with Sidestream."""
+    return Path(str(resources.files("sidestream"))) / "assets" / BUNDLED_MODEL
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """New text of one completion while a batch of prompts runs."""
+
+    prompt_index: int
+    completion_index: int
+    text: str
+    num_tokens: int
+    """Tokens of the completion so far."""
+    output: RequestOutput
+    """The request as it stands; final when ``output.finished``."""
+
+
+class LLM:
+    """A model, ready to generate.
+
+    Args:
+        model: folder of a hub checkpoint (config.json, safetensors files, a tokenizer if text is wanted); None is the
+            small checkpoint that ships with Sidestream.
+        device, dtype, load_format, max_num_seqs, max_num_batched_tokens, max_model_len, block_size, num_blocks,
+            kv_cache_dtype, cudagraph_mode, memory_limit, seed: see ``EngineConfig``.
+    Raises:
+        ConfigError, CheckpointError, CapacityError: naming the value, the limit and the knob.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        load_format: str = "auto",
+        max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
+        max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS,
+        max_model_len: int | None = None,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        num_blocks: int | None = None,
+        kv_cache_dtype: str = "auto",
+        cudagraph_mode: str = "none",
+        memory_limit: int | float | str | None = None,
+        seed: int = 0,
+    ) -> None:
+        folder = Path(model) if model is not None else bundled_model()
+        if not folder.is_dir():
+            raise CheckpointError(f"model {str(folder)!r} is not a folder; give the folder of a hub checkpoint")
+        self.built: BuiltEngine = build_engine(
+            folder,
+            EngineConfig(
+                device=device,
+                dtype=dtype,
+                load_format=load_format,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_model_len=max_model_len,
+                block_size=block_size,
+                num_blocks=num_blocks,
+                kv_cache_dtype=kv_cache_dtype,
+                cudagraph_mode=cudagraph_mode,
+                memory_limit=memory_limit,
+                seed=seed,
+            ),
+        )
+        config = self.built.config
+        self.tokenizer: Any | None = load_tokenizer(folder)
+        self.core = EngineCore(self.built)
+        self._inputs = InputProcessor(
+            config.model, self.tokenizer, max_model_len=self.built.max_model_len, seed=config.seed
+        )
+        self._outputs = OutputProcessor(self.tokenizer, config.model.eos_token_ids)
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts, all at once.
+
+        Args:
+            prompts: one prompt or several: text, token ids, or {"prompt" | "prompt_token_ids" | "messages": ...}.
+            sampling_params: for all prompts, or one each; None is the defaults.
+        Returns:
+            One output a prompt, in order.
+        Raises:
+            RequestError: before anything runs, naming the prompt and what is wrong with it.
+        """
+        outputs: dict[int, RequestOutput] = {}
+        for delta in self.stream(prompts, sampling_params):
+            if delta.output.finished:
+                outputs[delta.prompt_index] = delta.output
+        return [outputs[index] for index in sorted(outputs)]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        sampling_params: SamplingParams | None = None,
+    ) -> RequestOutput:
+        """Answer one conversation through the checkpoint's chat template."""
+        return self.generate({"messages": messages}, sampling_params)[0]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[TextDelta]:
+        """Like ``generate``, yielding each completion's progress as it is made; closing the iterator aborts the rest."""
+        batch = self._process(prompts, sampling_params)
+        return self._run(batch)
+
+    def _process(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[ProcessedPrompt]:
+        listed = _as_list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(listed)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(listed):
+            raise RequestError(f"{len(params)} sampling parameters for {len(listed)} prompts; give one, or one each")
+        batch = []
+        for index, (prompt, param) in enumerate(zip(listed, params, strict=True)):
+            try:
+                batch.append(self._inputs.process(str(next(self._ids)), prompt, param))
+            except RequestError as error:
+                raise RequestError(f"prompt {index}: {error}") from None
+        return batch
+
+    def _run(self, batch: list[ProcessedPrompt]) -> Iterator[TextDelta]:
+        index_of: dict[str, tuple[int, int]] = {}
+        following: dict[int, RequestOutput] = {}
+        shown: dict[str, int] = {}
+        try:
+            for index, prompt in enumerate(batch):
+                for completion, request in enumerate(prompt.requests):
+                    self.core.add(request)
+                    index_of[request.request_id] = (index, completion)
+                    shown[request.request_id] = 0
+                following[index] = self._outputs.add(prompt)
+            while following and self.core.has_work():
+                for event in self.core.step():
+                    if self._outputs.push(event):
+                        self.core.abort(event.request_id)
+                    index, completion = index_of[event.request_id]
+                    output = following[index]
+                    made = output.outputs[completion]
+                    text = made.text[shown[event.request_id] :]
+                    shown[event.request_id] = len(made.text)
+                    if output.finished:
+                        self._outputs.forget(output.request_id)
+                        del following[index]
+                    yield TextDelta(index, completion, text, len(made.token_ids), output)
+        finally:
+            for prompt in batch:
+                for request in prompt.requests:
+                    self.core.abort(request.request_id)
+            for index in tuple(following):
+                self._outputs.abort(following[index].request_id)
+                self._outputs.forget(following[index].request_id)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several; a list of integers is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    listed: list[Any] = list(prompts)
+    if not listed:
+        raise RequestError("there are no prompts")
+    if all(isinstance(item, int) for item in listed):
+        return [listed]
+    return listed
