@@ -1,0 +1,34 @@
+"""Logical token positions to physical rows of a paged pool."""
+
+from __future__ import annotations
+
+import torch
+
+
+def logical_to_physical(
+    logical: torch.Tensor,
+    block_table: torch.Tensor,
+    *,
+    token_rows: torch.Tensor,
+    block_size: int,
+    out: torch.Tensor,
+    counts: torch.Tensor,
+) -> None:
+    """Translate selected positions, and count them.
+
+    Args:
+        logical: [T, W] int32 token positions of each token's own sequence, a valid prefix, then -1. A padding token
+            has none.
+        block_table: [R, B] int64 or int32.
+        token_rows: [T] int64, the block-table row of each token; any row for a padding token.
+        block_size: tokens a block.
+        out: [T, W] int64 or int32, all written: ``block * block_size + offset``, -1 where ``logical`` is.
+        counts: [T] int32, written: valid entries of the row.
+    All tensors may have any strides.
+    """
+    position = logical.clamp_min(0).long()
+    block = position // block_size
+    page = block_table[token_rows[:, None], block]
+    valid = logical >= 0
+    out.copy_(torch.where(valid, position + (page - block) * block_size, -1))
+    counts.copy_(valid.sum(dim=1))

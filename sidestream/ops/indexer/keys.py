@@ -1,0 +1,61 @@
+"""Index keys: one a token, or one a pool of tokens with the unfinished pool kept raw in a ring."""
+
+from __future__ import annotations
+
+import torch
+
+from sidestream.core.ring import RingPlan
+
+
+def write_keys(keys_flat: torch.Tensor, rows: torch.Tensor, k: torch.Tensor) -> None:
+    """Store keys.
+
+    Args:
+        keys_flat: [N, D], written at ``rows`` only.
+        rows: [M] int64; a row named twice (scratch, by padding) keeps one of its keys.
+        k: [M, D], converted to the pool's dtype.
+    """
+    if rows.shape[0]:
+        keys_flat.index_copy_(0, rows, k.to(keys_flat.dtype))
+
+
+def pool_keys(
+    k: torch.Tensor,
+    gate: torch.Tensor,
+    ape: torch.Tensor,
+    *,
+    tail: torch.Tensor,
+    plan: RingPlan,
+    pools: torch.Tensor,
+) -> torch.Tensor:
+    """Keys of the pools that this step completes; then keeps the step's last tokens for the pools it does not.
+
+    A pool's key is the sum of its tokens' keys, weighted for each channel by a softmax over its tokens of gate score
+    plus ``ape`` (``get_pooled_states`` of the hub model ``glm5_next``), in fp32. Pools are counted from position 0,
+    so a completed one never reaches before the start of its sequence, and what a slot held before is never read.
+
+    Args:
+        k, gate: [T, D] of the step's true tokens, any float dtype.
+        ape: [kpool, D] bias of the place in the pool.
+        tail: [rows, 2 * D] ring of raw (key, gate score); read at ``plan.carry_rows``, then written at
+            ``plan.keep_rows``.
+        plan: windows of ``kpool`` tokens.
+        pools: [C] int64 token rows that are the last of a pool.
+    Returns:
+        [C, D] of k's dtype.
+    """
+    assert plan.window == ape.shape[0], f"windows of {plan.window} tokens for pools of {ape.shape[0]}"
+    dim, kpool, complete = k.shape[1], ape.shape[0], pools.shape[0]
+    step = torch.cat([k, gate], dim=1)
+    if complete:
+        carried = tail.index_select(0, plan.carry_rows).to(step.dtype)
+        source = torch.cat([step.new_zeros(1, 2 * dim), step, carried])
+        members = plan.window_rows.index_select(0, pools).view(-1)
+        windows = source.index_select(0, members).view(complete, kpool, 2 * dim).float()
+        probabilities = torch.softmax(windows[:, :, dim:] + ape, dim=1)
+        pooled = (probabilities * windows[:, :, :dim]).sum(dim=1).to(k.dtype)
+    else:
+        pooled = k.new_empty(0, dim)
+    kept = step if plan.keep_tokens.shape[0] == step.shape[0] else step.index_select(0, plan.keep_tokens)
+    tail.index_copy_(0, plan.keep_rows, kept.to(tail.dtype))
+    return pooled

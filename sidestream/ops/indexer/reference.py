@@ -1,0 +1,61 @@
+"""The indexer one token and one pool at a time: the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sidestream.core.segment import Segment
+from sidestream.ops.topk.reference import topk_ascending
+
+
+def pooled_keys(k: torch.Tensor, gate: torch.Tensor, ape: torch.Tensor) -> torch.Tensor:
+    """Keys [L // kpool, D] of a whole sequence's complete pools from its raw k and gate [L, D] fp32."""
+    kpool = ape.shape[0]
+    out = []
+    for first in range(0, k.shape[0] - kpool + 1, kpool):
+        raw = (gate[first : first + kpool] + ape).exp()
+        out.append((raw / raw.sum(dim=0) * k[first : first + kpool]).sum(dim=0))
+    return torch.stack(out) if out else k.new_empty(0, k.shape[1])
+
+
+def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, *, scale: float) -> torch.Tensor:
+    """[T, E] fp32: sum over heads of weight * relu(scale * q . key)."""
+    scores = torch.zeros(q.shape[0], keys.shape[0])
+    for t in range(q.shape[0]):
+        for head in range(q.shape[1]):
+            scores[t] += weights[t, head] * torch.relu(scale * (keys.float() @ q[t, head].float()))
+    return scores
+
+
+def select_topk(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    *,
+    block_table: torch.Tensor,
+    positions: torch.Tensor,
+    segments: Sequence[Segment],
+    num_decode: int,
+    topk: int,
+    kpool: int,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """As the fast path, for one token after another; ``num_decode`` does not matter here."""
+    assert 0 <= num_decode <= len(segments)
+    out.fill_(-1)
+    per_block = keys.shape[1]
+    for segment in segments:
+        for t in range(segment.token_start, segment.token_start + segment.length):
+            position = int(positions[t])
+            visible = (position + 1) // kpool
+            rows = [keys[int(block_table[segment.sequence_row, e // per_block]), e % per_block] for e in range(visible)]
+            chosen: list[int] = []
+            if rows:
+                scores = index_scores(q[t : t + 1], weights[t : t + 1], torch.stack(rows), scale=scale)
+                best = topk_ascending(scores, torch.tensor([visible]), topk // kpool)[0].tolist()
+                chosen = [e * kpool + i for e in best if e >= 0 for i in range(kpool)]
+            chosen += range(visible * kpool, position + 1)
+            out[t, : len(chosen)] = torch.tensor(chosen, dtype=out.dtype)
