@@ -22,7 +22,8 @@ class Shard:
     size: int
 
     def __post_init__(self) -> None:
-        assert self.dim >= 0 and self.size >= 1 and 0 <= self.rank < self.size, f"no such slice: {self}"
+        assert self.dim >= 0, f"no such slice: {self}"
+        assert 0 <= self.rank < self.size, f"no such slice: {self}"
 
 
 @dataclass(frozen=True, slots=True)
