@@ -135,6 +135,7 @@ class Scheduler:
         num_decodes = len(plan)
         budget = self.config.max_num_batched_tokens - num_decodes
         self._plan_prefills(plan, budget, admit=len(self._preempted) == num_preempted)
+        assert plan or self._in_flight or not self._sequences, f"{len(self._sequences)} requests, and none can move"
         return self._issue(plan) if plan else None
 
     def commit(
@@ -204,7 +205,7 @@ class Scheduler:
                 plan[sequence] = 1
 
     def _plan_prefills(self, plan: dict[Sequence, int], budget: int, *, admit: bool) -> None:
-        running = [s for s in self._running if s.is_prefilling]
+        running = [s for s in self._running if s.is_prefilling and not self._is_stuck(s)]
         candidates = self._candidates() if admit else []
         served, shares = self._share(running, candidates, budget)
         while (fitting := self._count_fitting(served, shares)) is not None:
@@ -276,15 +277,21 @@ class Scheduler:
         pool = self._blocks
         if pool is None:
             return share
-        if sequence.num_computed == len(sequence.block_ids) * pool.block_size and not pool.num_free:
-            if self._running[-1] is sequence:
-                return 0  # the latest does not push out others; decodes and earlier prefills will free blocks
-            self._grow(sequence, sequence.num_computed + 1, plan)
+        if self._is_stuck(sequence):
+            return 0
+        self._grow(sequence, sequence.num_computed + 1, plan)
         most = (len(sequence.block_ids) + pool.num_free) * pool.block_size - sequence.num_computed
         share = min(share, most)
         grown = self._grow(sequence, sequence.num_computed + share, plan)
         assert grown, f"{sequence.request_id} was preempted for its own {share} tokens"
         return share
+
+    def _is_stuck(self, sequence: Sequence) -> bool:
+        """A running prefill that needs a block when none is free, and is the latest, so has nobody to take it from."""
+        pool = self._blocks
+        if pool is None or pool.num_free or self._running[-1] is not sequence:
+            return False
+        return sequence.num_computed == len(sequence.block_ids) * pool.block_size
 
     def _grow(self, sequence: Sequence, num_tokens: int, plan: dict[Sequence, int]) -> bool:
         """Make a sequence own blocks for ``num_tokens``, preempting the latest arrivals; False if that was itself."""
