@@ -1,0 +1,77 @@
+"""Norms in few torch calls, for any device.
+
+``F.rms_norm`` is a composite on CPUs and slower than what is here: measured 20 us against 13 for 8 rows of 192, and
+2.8 ms against 0.3 for 4,096 rows.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm in the order of transformers' ``*RMSNorm``.
+
+    Args:
+        x: [.., D], any float dtype; normalised in fp32.
+        weight: [D]; multiplied after the rounding to ``x.dtype``.
+    Returns:
+        [.., D] in ``x.dtype``.
+    """
+    wide = x.float()
+    normed = wide.mul(inverse_rms(wide, eps))
+    if x.dtype == torch.float32:
+        return normed.mul_(weight)
+    return normed.to(x.dtype).mul_(weight)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, eps: float) -> torch.Tensor:
+    """Layer norm over the last dimension, with fp32 statistics.
+
+    Args:
+        x: [.., D].
+        weight, bias: [D] in ``x.dtype``.
+    Returns:
+        [.., D] in ``x.dtype``.
+    """
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+    """RMS norm times a sigmoid gate, fp32 throughout (transformers' ``*RMSNormGated``).
+
+    Args:
+        x: [T, H, D] output of linear attention.
+        gate: [T, H, D] before the sigmoid.
+        weight: [D], shared by all heads.
+    Returns:
+        [T, H, D] in ``x.dtype``.
+    """
+    wide = x.float()
+    normed = wide.mul(inverse_rms(wide, eps)).mul_(weight)
+    return normed.mul_(torch.sigmoid(gate.float())).to(x.dtype)
+
+
+def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """``1 / sqrt(mean(x ** 2) + eps)`` over the last dimension of fp32 ``x`` [.., D] -> [.., 1].
+
+    A vector norm is one fused pass; a square and a mean would be two passes and twice the cost.
+    """
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.addcmul(scalar(eps, x.device), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+
+
+def inverse_l2(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """``1 / sqrt(sum(x ** 2) + eps)`` over the last dimension of fp32 ``x`` [.., D] -> [.., 1]."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.addcmul(scalar(eps, x.device), norm, norm).rsqrt_()
+
+
+@lru_cache(maxsize=64)
+def scalar(value: float, device: torch.device) -> torch.Tensor:
+    """A constant as an fp32 tensor without dimensions, made once: fused calls such as ``addcmul`` want a tensor."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=torch.float32, device=device)
