@@ -1,0 +1,148 @@
+"""Chooses the next token of each sequence from its logits.
+
+In vLLM's order: bitmask, ids masked until ``min_tokens``, logit bias; penalties; temperature; min-p, top-k, top-p; one
+draw. Each row is worked on alone: a token is a function of its row's logits, parameters, history and seed, whatever
+else is in the batch. The draw turns one uniform number into a token through the cumulative distribution in token id
+order, in fp64, so that neither rounding nor the order of a sort decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sidestream.core.sampling_params import SamplingParams
+from sidestream.engine.logit_edits import LogitEdits, unpack_bitmask
+from sidestream.engine.logprobs import TopLogprobs, top_logprobs
+from sidestream.engine.random_stream import uniform
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """What the sampler must know of one sequence. The number of output tokens is the place in its random stream."""
+
+    params: SamplingParams
+    seed: int
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    mask_token_ids: Sequence[int] = ()
+    """Ids that cannot be chosen before ``min_tokens``."""
+
+    @property
+    def masks(self) -> bool:
+        return bool(self.mask_token_ids) and len(self.output_token_ids) < self.params.min_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SampleResult:
+    """One token a row, and the log-probabilities of the rows that asked."""
+
+    token_ids: list[int]
+    logprobs: list[TopLogprobs | None]
+
+
+class Sampler:
+    """Sampler of a vocabulary; keeps nothing between calls."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def sample(
+        self, logits: torch.Tensor, rows: Sequence[SamplingRow], *, bitmask: torch.Tensor | None = None
+    ) -> SampleResult:
+        """Choose one token a row.
+
+        Args:
+            logits: [S, V] fp32, not changed.
+            bitmask: [S, ceil(V / 32)] int32; bit b of word w allows token 32 w + b.
+        Raises:
+            AssertionError: a row of logits holds NaN or +inf, or nothing finite: only a fault of the model's can do
+                that, and no token would be right.
+        """
+        assert logits.shape == (len(rows), self.vocab_size), f"logits {tuple(logits.shape)} for {len(rows)} rows"
+        assert logits.dtype is torch.float32, f"logits are {logits.dtype}"
+        edits = LogitEdits.collect(rows, self.vocab_size)
+        if edits is None and bitmask is None and all(row.params.greedy for row in rows):
+            peaks, tokens = logits.max(dim=-1)  # the first of equal maxima
+        else:
+            peaks = logits.amax(dim=-1)
+            tokens = self._choose(logits, rows, edits=edits, bitmask=bitmask)
+        token_ids: list[int] = tokens.tolist()
+        broken = [i for i, peak in enumerate(peaks.tolist()) if not math.isfinite(peak)]
+        assert not broken, f"logits of rows {broken} are not finite; the model computed them wrongly"
+        return SampleResult(token_ids, self._logprobs(logits, rows, token_ids))
+
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SamplingRow],
+        *,
+        edits: LogitEdits | None,
+        bitmask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if bitmask is not None:
+            logits = logits.masked_fill(~unpack_bitmask(bitmask, self.vocab_size), -math.inf)
+        if edits is not None:
+            logits = edits.apply(logits)
+        drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
+        if len(drawn) == len(rows):
+            return _draw(logits, rows)
+        tokens = logits.argmax(dim=-1)
+        if drawn:
+            index = torch.tensor(drawn, device=logits.device)
+            tokens[index] = _draw(logits[index], [rows[i] for i in drawn])
+        return tokens
+
+    def _logprobs(
+        self, logits: torch.Tensor, rows: Sequence[SamplingRow], token_ids: Sequence[int]
+    ) -> list[TopLogprobs | None]:
+        result: list[TopLogprobs | None] = [None] * len(rows)
+        wanted = {i: row.params.logprobs for i, row in enumerate(rows) if row.params.logprobs is not None}
+        if wanted:
+            asked = list(wanted)
+            chosen = [token_ids[i] for i in asked]
+            source = logits if len(asked) == len(rows) else logits[torch.tensor(asked, device=logits.device)]
+            for i, top in zip(asked, top_logprobs(source, chosen, list(wanted.values())), strict=True):
+                result[i] = top
+        return result
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """[N] int64 tokens drawn from the filtered distributions of [N, V] logits."""
+    params = [row.params for row in rows]
+    weights = logits.double()
+    weights -= weights.amax(dim=-1, keepdim=True)
+    weights /= _column([p.temperature for p in params], logits.device)
+    weights.exp_()  # 1 for the most likely token
+    if any(p.min_p > 0.0 for p in params):
+        weights.masked_fill_(weights < _column([p.min_p for p in params], logits.device), 0.0)
+    filtered = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0]
+    if len(filtered) == len(rows):
+        weights = _keep_top(weights, params)
+    elif filtered:
+        index = torch.tensor(filtered, device=logits.device)
+        weights[index] = _keep_top(weights[index], [params[i] for i in filtered])
+    cumulative = weights.cumsum(dim=-1)
+    uniforms = [uniform(row.seed, len(row.output_token_ids)) for row in rows]
+    target = cumulative[:, -1:] * _column(uniforms, logits.device)
+    # the first token whose cumulative weight passes the target; it has weight, since the target is below the total
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_max_(logits.shape[1] - 1)
+
+
+def _keep_top(weights: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Top-k, then top-p of what is left; among equal weights the lower ids come first."""
+    ordered, order = weights.sort(dim=-1, descending=True, stable=True)
+    vocab = weights.shape[1]
+    most = torch.tensor([[p.top_k if p.top_k > 0 else vocab] for p in params], device=weights.device)
+    ordered.masked_fill_(torch.arange(vocab, device=weights.device) >= most, 0.0)
+    cumulative = ordered.cumsum(dim=-1)
+    share = _column([p.top_p if p.top_p < 1.0 else math.inf for p in params], weights.device)
+    ordered.masked_fill_(cumulative - ordered >= share * cumulative[:, -1:], 0.0)
+    return torch.zeros_like(weights).scatter_(-1, order, ordered)
+
+
+def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
