@@ -1,0 +1,12 @@
+"""Mixture of experts: the router's choice, the chosen experts' sum, and the clamped SwiGLU between their products."""
+
+from sidestream.ops.moe import torch_impl
+from sidestream.ops.operator import operator
+
+__all__ = ["experts", "route", "swiglu"]
+
+route = operator("moe.route", reads=("x", "weight", "bias"))(torch_impl.route)
+experts = operator("moe.experts", reads=("x", "w13", "w2", "weights", "ids"), rows={"w13": "ids", "w2": "ids"})(
+    torch_impl.experts
+)
+swiglu = operator("moe.swiglu", reads=("gate_up",))(torch_impl.swiglu)
