@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,7 @@ def read_header(path: Path) -> list[StoredTensor]:
         if not isinstance(header, dict):
             raise ValueError(f"the header is a {type(header).__name__}")
         tensors = [_entry(path, name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: brackets nested without end
         raise CheckpointError(f"{path}: has no valid safetensors header: {error}") from error
     end = 8 + length
     for tensor in sorted(tensors, key=lambda t: (t.offset, t.num_bytes)):
@@ -83,7 +84,7 @@ def read_header(path: Path) -> list[StoredTensor]:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     names = dict(pairs)
     if len(names) != len(pairs):
-        twice = sorted({name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1})
+        twice = sorted(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
         raise ValueError(f"twice in the header: {', '.join(twice)}")
     return names
 
@@ -95,7 +96,7 @@ def _entry(path: Path, name: str, entry: object, data_start: int) -> StoredTenso
     integers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [None]
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in integers) or len(offsets) != 2:
         raise ValueError(f"entry of {name} is {entry!r}")
-    if dtype not in _ITEM_BITS:
+    if not isinstance(dtype, str) or dtype not in _ITEM_BITS:
         raise ValueError(f"tensor {name} has the unknown type {dtype!r}")
     tensor = StoredTensor(path, name, dtype, tuple(shape), data_start + offsets[0])
     if offsets[1] - offsets[0] != tensor.num_bytes:
