@@ -1,0 +1,110 @@
+"""Kimi Delta Attention token by token (Kimi Linear, arXiv 2510.26692; transformers' ``glm5_next``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sidestream.core.ring import RingPlan
+
+
+def short_conv(x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, *, plan: RingPlan) -> torch.Tensor:
+    """Each token's window, tap by tap. See ``torch_impl.short_conv``."""
+    zero = torch.zeros(1, x.shape[1])
+    source = torch.cat([zero, x.float(), state[plan.carry_rows].float()])
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    for t in range(x.shape[0]):
+        for tap in range(plan.window):
+            row = int(plan.window_rows[t, tap])
+            if row != 0:
+                out[t] += source[row] * weight[:, tap].float()
+    for token, row in zip(plan.keep_tokens.tolist(), plan.keep_rows.tolist(), strict=True):
+        state[row] = x[token]
+    return (out * torch.sigmoid(out)).to(x.dtype)
+
+
+def gate(f: torch.Tensor, dt_bias: torch.Tensor, A_log: torch.Tensor, *, lower_bound: float | None) -> torch.Tensor:
+    """The two formulas of ``Glm5NextTextForgetGate``. See ``torch_impl.gate``."""
+    H = A_log.numel()
+    raw = (f.float() + dt_bias.float()).reshape(f.shape[0], H, -1)
+    rate = torch.exp(A_log.float()).reshape(1, H, 1)
+    if lower_bound is not None:
+        return lower_bound / (1 + torch.exp(-rate * raw))
+    return -rate * torch.where(raw > 20, raw, torch.log1p(torch.exp(raw.clamp(max=20))))
+
+
+def recurrent(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    slots: torch.Tensor,
+    start: torch.Tensor,
+) -> torch.Tensor:
+    """Request by request, head by head. See ``torch_impl.recurrent``."""
+    out = torch.zeros(v.shape, dtype=torch.float32)
+    for r in range(q.shape[0]):
+        slot, position = int(slots[r]), int(start[r])
+        for h in range(q.shape[2]):
+            memory = _initial(state, slot, position, h)
+            for i in range(q.shape[1]):
+                memory = _decayed_delta(memory, k[r, i, h], v[r, i, h], g[r, i, h], beta[r, i, h])
+                out[r, i, h] = _read(memory, q[r, i, h])
+                state[slot, (position + i + 1) % state.shape[1], h] = memory
+    return out.to(v.dtype)
+
+
+def chunked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    slots: Sequence[int],
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    chunk_size: int = 64,
+) -> torch.Tensor:
+    """Sequence by sequence, token by token; ``chunk_size`` is ignored. See ``torch_chunked.chunked``."""
+    out = torch.zeros(v.shape, dtype=torch.float32)
+    first = 0
+    for slot, position, length in zip(slots, starts, lengths, strict=True):
+        for h in range(q.shape[1]):
+            memory = _initial(state, slot, position, h)
+            for t in range(first, first + length):
+                memory = _decayed_delta(memory, k[t, h], v[t, h], g[t, h], beta[t, h])
+                out[t, h] = _read(memory, q[t, h])
+            state[slot, (position + length) % state.shape[1], h] = memory
+        first += length
+    return out.to(v.dtype)
+
+
+def _initial(state: torch.Tensor, slot: int, position: int, head: int) -> torch.Tensor:
+    """What the sequence has seen before ``position``, [K, V]: nothing at 0, whatever the slot held."""
+    if position == 0:
+        return torch.zeros(state.shape[3:])
+    return state[slot, position % state.shape[1], head].clone()
+
+
+def _decayed_delta(
+    memory: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
+    """Forget by ``exp(g)`` a channel, then move what key k recalls towards v by ``beta``. memory [K, V]."""
+    key = _unit(k.float())
+    memory = memory * torch.exp(g.float())[:, None]
+    error = v.float() - key @ memory
+    return memory + beta.float() * torch.outer(key, error)
+
+
+def _read(memory: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return _unit(q.float()) @ memory * q.shape[-1] ** -0.5
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x / torch.sqrt((x * x).sum() + 1e-6)

@@ -1,0 +1,122 @@
+"""Short convolution, gate and recurrent step of Kimi Delta Attention, in few torch calls."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from sidestream.core.ring import RingPlan
+from sidestream.ops.norm.torch_impl import inverse_l2
+
+L2_EPS = 1e-6
+CONV_BLOCK = 256
+"""Tokens whose windows are gathered at once: a block of them stays in a CPU's cache."""
+
+
+def short_conv(x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, *, plan: RingPlan) -> torch.Tensor:
+    """Causal depthwise convolution over each sequence, then silu; fp32 inside, rounded once.
+
+    Formula: ``causal_conv1d_fn`` of transformers' ``glm5_next``. Rows that the plan does not name are neither read nor
+    written, and a fresh sequence sees zeros before its start whatever its slot held.
+
+    Args:
+        x: [T, C], strides are free.
+        state: [rows, C], flat ring rows; takes the plan's ``keep_tokens`` of ``x`` after it was read.
+        weight: [C, w], the last tap is the token itself.
+        plan: of this step, window w.
+    Returns:
+        [T, C] in ``x.dtype``, contiguous.
+    """
+    T, C = x.shape
+    assert weight.shape == (C, plan.window), f"weight {tuple(weight.shape)} does not fit {C} channels, {plan.window} taps"
+    carried = state.index_select(0, plan.carry_rows)
+    source = torch.cat((x.new_zeros(1, C), x, carried)).float()
+    taps = weight.t().float()
+    if T <= CONV_BLOCK:
+        out = _convolve(source, taps, plan.window_rows)
+    else:
+        out = torch.empty(T, C, dtype=torch.float32, device=x.device)
+        for first in range(0, T, CONV_BLOCK):
+            block = slice(first, first + CONV_BLOCK)
+            out[block] = _convolve(source, taps, plan.window_rows[block])
+    kept = x if plan.keep_tokens.shape[0] == T else x.index_select(0, plan.keep_tokens)
+    state.index_copy_(0, plan.keep_rows, kept.to(state.dtype))
+    return F.silu(out, inplace=True).to(x.dtype)
+
+
+def _convolve(source: torch.Tensor, taps: torch.Tensor, window_rows: torch.Tensor) -> torch.Tensor:
+    """[T, C] from source rows [.., C], taps [w, C] and window rows [T, w]."""
+    T, w = window_rows.shape
+    windows = source.index_select(0, window_rows.view(-1)).view(T, w, -1)
+    return windows.mul_(taps).sum(dim=1)
+
+
+def gate(f: torch.Tensor, dt_bias: torch.Tensor, A_log: torch.Tensor, *, lower_bound: float | None) -> torch.Tensor:
+    """Log decay a channel: how much of its memory a token keeps, before the exponential.
+
+    Formula: ``Glm5NextTextForgetGate``: ``lower_bound * sigmoid(exp(A_log) * (f + dt_bias))``, or
+    ``-exp(A_log) * softplus(f + dt_bias)`` without a bound. It is not a clamp.
+
+    Args:
+        f: [T, H * K].
+        dt_bias: [H * K].
+        A_log: [H], any shape of that many elements.
+    Returns:
+        [T, H, K] fp32, <= 0.
+    """
+    H = A_log.numel()
+    raw = torch.add(f.float(), dt_bias).view(f.shape[0], H, -1)
+    rate = A_log.float().exp().view(H, 1)
+    if lower_bound is not None:
+        return raw.mul_(rate).sigmoid_().mul_(lower_bound)
+    return F.softplus(raw).mul_(rate.neg_())
+
+
+def recurrent(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    slots: torch.Tensor,
+    start: torch.Tensor,
+) -> torch.Tensor:
+    """Uniform decode: n tokens of each request, each reading what all before it left.
+
+    Formula: ``recurrent_kimi_delta_attention`` of transformers' ``glm5_next``, with q and k normalised here.
+
+    Args:
+        q, k: [R, n, H, K], v: [R, n, H, V], any float dtype.
+        g: [R, n, H, K] fp32 log decay; beta: [R, n, H], after its sigmoid.
+        state: [slots, versions, H, K, V] fp32, contiguous. Version ``p % versions`` of a slot is what the sequence knows
+            before position p, so taking back up to ``versions - 1`` tokens is setting the position back.
+        slots: [R] int64; only padding rows may share one.
+        start: [R] int64, position of each request's first token. At 0 nothing of the slot is read.
+    Returns:
+        [R, n, H, V] in ``v.dtype``. The state after each token is written to its version.
+    """
+    R, n, H, K = q.shape
+    V = v.shape[-1]
+    versions = state.shape[1]
+    memory = state.view(-1, H, K, V)
+    rows = slots if versions == 1 else torch.add(start % versions, slots, alpha=versions)
+    now = memory.index_select(0, rows).masked_fill_(start.eq(0).view(R, 1, 1, 1), 0.0)
+    heads = now.view(R * H, K, V)
+    kq = torch.stack((k.transpose(0, 1), q.transpose(0, 1)), dim=3).float()  # [n, R, H, 2, K]
+    kq.mul_(inverse_l2(kq, L2_EPS))
+    kept = g.exp().unsqueeze(4)  # [R, n, H, K, 1]
+    outputs = []
+    for i in range(n):
+        keys, queries = kq[i].view(R * H, 2, K).split(1, dim=1)
+        now.mul_(kept[:, i])
+        value = v[:, i].reshape(R * H, 1, V).float()
+        error = torch.baddbmm(value, keys, heads, alpha=-1).mul_(beta[:, i].reshape(R * H, 1, 1))
+        heads.baddbmm_(keys.transpose(1, 2), error)
+        outputs.append(torch.baddbmm(value, queries, heads, beta=0, alpha=K**-0.5).view(R, H, V))
+        if versions > 1:
+            rows = torch.add((start + (i + 1)) % versions, slots, alpha=versions)
+        memory.index_copy_(0, rows, now)
+    out = outputs[0].unsqueeze(1) if n == 1 else torch.stack(outputs, dim=1)
+    return out.to(v.dtype)
