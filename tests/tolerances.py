@@ -13,3 +13,5 @@ BF16_OUTPUT = 2**-8
 """Relative: half a bf16 ulp (8 significant bits), for fp32 results that are rounded to bf16 once."""
 BF16_STEPS = 2**-6
 """Relative: an oracle that also rounds its inner steps to bf16, against one rounding at the end."""
+PARITY_LOGPROB = 1e-4
+"""Log-probabilities of the fp32 engine against transformers, in nats: the promise made to the user."""

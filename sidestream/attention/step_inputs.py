@@ -66,9 +66,7 @@ class StepInputsBuilder:
         num_decode = sum(decodes)
         assert all(decodes[:num_decode]), "decode chunks must come first"
         assert len(set(lengths[:num_decode].tolist())) <= 1, f"decode lengths differ: {lengths[:num_decode]}"
-        segments = tuple(
-            Segment(int(offsets[row]), chunk.length, row, chunk.start) for row, chunk in enumerate(chunks)
-        )
+        segments = tuple(Segment(int(offsets[row]), chunk.length, row, chunk.start) for row, chunk in enumerate(chunks))
         slots = tuple(chunk.slot for chunk in chunks)
         return StepInputs(
             num_tokens=tokens,

@@ -1,4 +1,4 @@
-"""What the engine will do: every cross-check between the user's settings, the checkpoint and the machine, in one place."""
+"""What the engine will do: every cross-check of settings, checkpoint and machine, in one place."""
 
 from __future__ import annotations
 

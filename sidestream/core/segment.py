@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Flat token rows ``[token_start, token_start + length)`` are positions ``[start_position, ...)`` of one sequence."""
+    """Flat token rows ``[token_start, token_start + length)`` are one sequence's, from ``start_position`` on."""
 
     token_start: int
     length: int

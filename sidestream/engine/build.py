@@ -1,4 +1,4 @@
-"""The only wiring: from settings and a checkpoint to a runner with its pools. Nothing else builds parts of an engine."""
+"""The only wiring: from settings and a checkpoint to a runner with its pools. Nothing else builds engine parts."""
 
 from __future__ import annotations
 
@@ -147,9 +147,7 @@ def size_pools(config: ResolvedConfig, groups: CacheGroups, *, weights: int) -> 
     return num_blocks, num_slots, min(config.max_model_len, room)
 
 
-def wire_runner(
-    model: DecoderModel, config: ResolvedConfig, pools: CachePools, *, layout: KVRowLayout
-) -> ModelRunner:
+def wire_runner(model: DecoderModel, config: ResolvedConfig, pools: CachePools, *, layout: KVRowLayout) -> ModelRunner:
     """Connect a model to its caches."""
     model_config = config.model
     builder = StepInputsBuilder(

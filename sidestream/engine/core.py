@@ -111,9 +111,7 @@ class EngineCore:
             ids += self._tokens[chunk.request_id].tokens[chunk.start : chunk.end]
         return ids
 
-    def _sample(
-        self, step: ScheduledStep, hidden: torch.Tensor
-    ) -> tuple[dict[str, int], dict[str, TopLogprobs]]:
+    def _sample(self, step: ScheduledStep, hidden: torch.Tensor) -> tuple[dict[str, int], dict[str, TopLogprobs]]:
         """Sample the next token of every chunk that reaches the end of its sequence."""
         chunks: list[Chunk] = []
         last_rows: list[int] = []

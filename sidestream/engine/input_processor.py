@@ -28,10 +28,12 @@ class ProcessedPrompt:
 
 
 class InputProcessor:
-    """Args:
-    tokenizer: a transformers tokenizer, or None for a checkpoint without one.
-    max_model_len: longest sequence that the engine serves.
-    seed: of the seeds drawn for requests that bring none.
+    """Checks, tokenises and fans out prompts.
+
+    Args:
+        tokenizer: a transformers tokenizer, or None for a checkpoint without one.
+        max_model_len: longest sequence that the engine serves.
+        seed: of the seeds drawn for requests that bring none.
     """
 
     def __init__(self, model: ModelConfig, tokenizer: Any | None, *, max_model_len: int, seed: int) -> None:
@@ -87,9 +89,10 @@ class InputProcessor:
             return prompt, list(self._tokenizer(prompt).input_ids)
         if not isinstance(prompt, Sequence):
             raise RequestError(f"a prompt is a string, a list of token ids or a mapping, got {type(prompt).__name__}")
-        if not prompt:
+        token_ids: list[int] = list(prompt)
+        if not token_ids:
             raise RequestError("the prompt is an empty list of token ids")
-        return None, list(prompt)
+        return None, token_ids
 
     def _tokenize_mapping(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
         known = [key for key in ("prompt", "prompt_token_ids", "messages") if key in prompt]

@@ -138,7 +138,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[TextDelta]:
-        """Like ``generate``, yielding each completion's progress as it is made; closing the iterator aborts the rest."""
+        """Like ``generate``, yielding progress as it is made; closing the iterator aborts the rest."""
         batch = self._process(prompts, sampling_params)
         return self._run(batch)
 

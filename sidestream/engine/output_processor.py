@@ -7,9 +7,10 @@ from typing import Any
 
 from sidestream.core.outputs import CompletionOutput, Logprob, RequestOutput
 from sidestream.core.request import FinishReason, Request
-from sidestream.engine.core import EngineOutput, TopLogprobs
+from sidestream.engine.core import EngineOutput
 from sidestream.engine.detokenizer import IncrementalDetokenizer
 from sidestream.engine.input_processor import ProcessedPrompt
+from sidestream.engine.logprobs import TopLogprobs
 
 
 @dataclass(slots=True)

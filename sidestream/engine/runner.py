@@ -52,5 +52,5 @@ class ModelRunner:
     def logits(self, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Logits [S, vocab] fp32 of the given rows; the GEMM runs on a whole bucket of rows."""
         padding = -len(rows) % ROW_BUCKET
-        index = torch.tensor([*rows, *rows[:1] * padding], device=hidden.device)
+        index = torch.tensor([*rows, *[rows[0]] * padding], device=hidden.device)
         return self._model.logits(hidden.index_select(0, index))[: len(rows)]

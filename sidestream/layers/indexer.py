@@ -59,9 +59,7 @@ class Indexer:
         assert config.indexer is not None
         return Projection("indexer.wq_b", config.indexer.num_heads * config.indexer.head_dim, sharded=False)
 
-    def __call__(
-        self, query: torch.Tensor, hidden_parts: tuple[torch.Tensor, ...], rotation: Rotation | None
-    ) -> None:
+    def __call__(self, query: torch.Tensor, hidden_parts: tuple[torch.Tensor, ...], rotation: Rotation | None) -> None:
         """Write this step's keys and publish the selection.
 
         Args:
@@ -83,7 +81,8 @@ class Indexer:
         if self.ape is None:
             write_keys(flat_keys, inputs.slot_mapping[:tokens], key)
         else:
-            assert inputs.pools is not None and cache.index_tail is not None
+            assert inputs.pools is not None
+            assert cache.index_tail is not None
             pooled = pool_keys(
                 key,
                 hidden_parts[2][:tokens],

@@ -65,7 +65,7 @@ class KimiDeltaAttention:
         context = get_forward_context()
         inputs, cache = context.inputs, context.caches[self.layer]
         tokens = inputs.num_tokens
-        qkv, low_forget, low_gate, beta = self.inputs.weight.linear(x, None).split(self.sizes, dim=-1)
+        qkv, low_forget, low_gate, beta = torch.split(self.inputs.weight.linear(x, None), self.sizes, dim=-1)
         forget = gate(self.forget(low_forget)[:tokens], self.dt_bias, self.a_log, lower_bound=self.lower_bound)
         output_gate = self.output_gate(low_gate)[:tokens].view(tokens, self.num_heads, self.head_dim)
         mixed = self._mix(qkv[:tokens], forget, beta[:tokens].sigmoid(), inputs=inputs, cache=cache)
@@ -76,7 +76,9 @@ class KimiDeltaAttention:
         self, qkv: torch.Tensor, forget: torch.Tensor, beta: torch.Tensor, *, inputs: StepInputs, cache: LayerCache
     ) -> torch.Tensor:
         """Convolve, then run the delta rule: one recurrent step for decodes, chunks for prefills. [T, H, V]."""
-        assert cache.conv is not None and cache.recurrent is not None and inputs.conv is not None
+        assert cache.conv is not None, f"layer {self.layer} has no convolution state"
+        assert cache.recurrent is not None, f"layer {self.layer} has no recurrent state"
+        assert inputs.conv is not None, "the step was laid out without a convolution"
         tokens, heads, dim = qkv.shape[0], self.num_heads, self.head_dim
         convolved = short_conv(qkv, cache.conv, self.conv, plan=inputs.conv).view(tokens, 3, heads, dim)
         q, k, v = convolved.unbind(1)

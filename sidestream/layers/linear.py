@@ -53,7 +53,7 @@ class MergedLinear:
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """x [T, in] -> one [T, size] view a projection."""
-        return self.weight.linear(x, self.bias).split(self.sizes, dim=-1)
+        return torch.split(self.weight.linear(x, self.bias), self.sizes, dim=-1)
 
 
 class ColumnLinear:

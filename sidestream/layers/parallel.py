@@ -1,4 +1,4 @@
-"""The ranks that share a layer. A group of one today; every sharded class takes it, so that more ranks need no rewrite."""
+"""The ranks that share a layer. Of size one today; every sharded class takes a group already."""
 
 from __future__ import annotations
 

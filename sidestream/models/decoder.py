@@ -22,7 +22,7 @@ from sidestream.ops.norm import rms_norm
 class Residual(Protocol):
     """Joins a sub-layer's output to the residual state."""
 
-    def __call__(self, state: torch.Tensor, sublayer: Sublayer) -> torch.Tensor: ...
+    def __call__(self, state: torch.Tensor, sublayer: Sublayer, /) -> torch.Tensor: ...
 
 
 MakeResidual = Callable[[LayerLoader, ModelConfig, str, str], Residual]

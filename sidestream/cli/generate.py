@@ -1,0 +1,294 @@
+"""``sidestream generate``: a prompt, or a file of them, in; streamed text or JSON lines out."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from sidestream.core.outputs import Logprob, RequestOutput
+from sidestream.core.sampling_params import SamplingParams
+from sidestream.errors import RequestError
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+SAMPLING_KEYS = tuple(field.name for field in fields(SamplingParams))
+DEMO_MAX_TOKENS = 256
+
+HELP = """
+Complete a prompt, or every prompt of a JSON Lines file.
+
+Without `--model` the small checkpoint that ships with Sidestream answers; it knows short arithmetic word problems and
+finds facts planted in a long context.
+
+**Examples**
+
+- `sidestream generate --demo` answers the prompts that ship with it
+- `sidestream generate "Tom has 3 apples ..." --max-tokens 64 --temperature 0`
+- `echo "..." | sidestream generate -` reads the prompt from standard input
+- `sidestream generate --input prompts.jsonl --output answers.jsonl`
+
+Each line of `--input` is an object with one of `prompt` (text), `prompt_token_ids` (a list of integers) and `messages`
+(for the chat template), and may carry sampling parameters of its own (`max_tokens`, `temperature`, `seed`, ...).
+Other keys are copied to the answer.
+"""
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; `-` reads it from standard input.")] = None,
+    model: Annotated[Path | None, typer.Option("--model", "-m", help="Folder of a hub checkpoint.")] = None,
+    input_file: Annotated[Path | None, typer.Option("--input", "-i", help="JSON Lines file of prompts.")] = None,
+    output_file: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where JSON lines go; standard output without it.")
+    ] = None,
+    demo: Annotated[bool, typer.Option("--demo", help="Answer the prompts that ship with Sidestream.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt through the chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines, not text.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Upper bound of generated tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the smallest set that has this probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Make sampling repeatable.")] = None,
+    n: Annotated[int, typer.Option("--n", help="Completions a prompt.")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given more than once.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="Top log-probabilities a token (JSON output).")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-sequence token.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    load_format: Annotated[str, typer.Option(help="auto, or dummy for seeded random weights.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, bf16, fp8_ds_mla or mxfp8.")] = "auto",
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 32,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens a step.")] = 1024,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence; the model's limit without it.")] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens a KV block.")] = 64,
+    memory_limit: Annotated[str | None, typer.Option(help="'8GiB' or '60%', weights and caches together.")] = None,
+) -> None:
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        n=n,
+        stop=tuple(stop or ()),
+        logprobs=logprobs,
+        ignore_eos=ignore_eos,
+    )
+    entries = _entries(prompt, input_file, demo=demo, chat=chat)
+    prompts = [{key: entry[key] for key in PROMPT_KEYS if key in entry} for entry in entries]
+    all_params = [_with_overrides(params, entry, line) for line, entry in enumerate(entries, start=1)]
+
+    from sidestream.engine.llm import LLM
+
+    llm = LLM(
+        model,
+        device=device,
+        dtype=dtype,
+        load_format=load_format,
+        kv_cache_dtype=kv_cache_dtype,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        memory_limit=memory_limit,
+    )
+    if demo:
+        _demo(llm, entries, prompts, all_params)
+    elif input_file is None and not as_json and output_file is None:
+        _stream(llm, prompts, all_params)
+    else:
+        with _sink(output_file) as sink:
+            _json_lines(llm, entries, prompts, params=all_params, sink=sink)
+
+
+generate.__doc__ = HELP
+
+
+def _entries(prompt: str | None, input_file: Path | None, *, demo: bool, chat: bool) -> list[dict[str, Any]]:
+    given = [prompt is not None, input_file is not None, demo]
+    if sum(given) != 1:
+        raise typer.BadParameter("give exactly one of a PROMPT, --input FILE and --demo")
+    if demo:
+        from sidestream.engine.llm import bundled_model
+
+        return _read_lines(bundled_model().parent / "prompts.jsonl")
+    if input_file is not None:
+        return _read_lines(input_file)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    return [{"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}]
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read {path}: {error}") from error
+    entries = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise RequestError(f"{path} line {number} is not JSON: {error}") from error
+        if not isinstance(entry, dict) or sum(key in entry for key in PROMPT_KEYS) != 1:
+            raise RequestError(f"{path} line {number} must be an object with one of {', '.join(PROMPT_KEYS)}")
+        entries.append(entry)
+    if not entries:
+        raise RequestError(f"{path} holds no prompts")
+    return entries
+
+
+def _with_overrides(params: SamplingParams, entry: Mapping[str, Any], line: int) -> SamplingParams:
+    own = {key: entry[key] for key in SAMPLING_KEYS if key in entry}
+    if "logit_bias" in own and isinstance(own["logit_bias"], Mapping):
+        own["logit_bias"] = {int(token): bias for token, bias in own["logit_bias"].items()}
+    merged = {key: getattr(params, key) for key in SAMPLING_KEYS} | own
+    try:
+        return SamplingParams(**merged)
+    except RequestError as error:
+        raise RequestError(f"prompt {line}: {error}") from None
+
+
+def _stream(llm: Any, prompts: list[dict[str, Any]], params: list[SamplingParams]) -> None:
+    """Text as it is made; with several completions one after another."""
+    console = Console(stderr=True)
+    started, tokens = time.perf_counter(), 0
+    last: RequestOutput | None = None
+    for delta in llm.stream(prompts, params):
+        last = delta.output
+        tokens += 1
+        if params[0].n == 1:
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
+    assert last is not None
+    for completion in last.outputs if params[0].n > 1 else ():
+        sys.stdout.write(f"[{completion.index}] {completion.text}\n")
+    sys.stdout.write("\n")
+    reasons = ", ".join(str(completion.finish_reason) for completion in last.outputs)
+    seconds = time.perf_counter() - started
+    console.print(
+        f"{len(last.prompt_token_ids)} prompt tokens, {tokens} generated, {tokens / seconds:.1f} tokens/s, {reasons}",
+        style="dim",
+        highlight=False,
+    )
+
+
+def _json_lines(
+    llm: Any,
+    entries: list[dict[str, Any]],
+    prompts: list[dict[str, Any]],
+    *,
+    params: list[SamplingParams],
+    sink: TextIO,
+) -> None:
+    """One line a prompt, in the order in which they finish; ``index`` says which prompt it is."""
+    with _progress(len(prompts)) as advance:
+        for delta in llm.stream(prompts, params):
+            if delta.output.finished:
+                extra = {k: v for k, v in entries[delta.prompt_index].items() if k not in SAMPLING_KEYS}
+                sink.write(json.dumps(extra | _as_json(delta.prompt_index, delta.output), ensure_ascii=False) + "\n")
+                sink.flush()
+            advance(1, delta.output.finished)
+
+
+def _demo(llm: Any, entries: list[dict[str, Any]], prompts: list[dict[str, Any]], params: list[SamplingParams]) -> None:
+    """Show each bundled prompt, the answer and whether it holds the expected one."""
+    console = Console(highlight=False, soft_wrap=True)
+    started, tokens, right = time.perf_counter(), 0, 0
+    outputs: dict[int, RequestOutput] = {}
+    with _progress(len(prompts)) as advance:
+        for delta in llm.stream(prompts, params):
+            tokens += 1
+            if delta.output.finished:
+                outputs[delta.prompt_index] = delta.output
+            advance(1, delta.output.finished)
+    seconds = time.perf_counter() - started
+    for index, entry in enumerate(entries):
+        output = outputs[index]
+        text, expected = output.outputs[0].text.strip(), str(entry.get("answer", ""))
+        good = text.split("####")[-1].strip() == expected
+        right += good
+        console.rule(f"{entry.get('kind', 'prompt')}, {len(output.prompt_token_ids)} prompt tokens", align="left")
+        console.print(Text(_shorten(str(entry.get("prompt", entry.get("messages"))))))
+        console.print(Text(text, style="bold green" if good else "bold red"))
+    console.rule(align="left")
+    console.print(
+        f"{right} of {len(entries)} as expected; {tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} tokens/s"
+    )
+
+
+def _shorten(text: str, limit: int = 400) -> str:
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
+
+
+def _as_json(index: int, output: RequestOutput) -> dict[str, Any]:
+    return {
+        "index": index,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "outputs": [
+            {
+                "text": completion.text,
+                "token_ids": completion.token_ids,
+                "finish_reason": completion.finish_reason,
+                "stop_reason": completion.stop_reason,
+            }
+            | ({} if completion.logprobs is None else {"logprobs": [_logprobs(row) for row in completion.logprobs]})
+            for completion in output.outputs
+        ],
+    }
+
+
+def _logprobs(row: Mapping[int, Logprob]) -> dict[str, Any]:
+    return {
+        str(token): {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": entry.decoded_token}
+        for token, entry in row.items()
+    }
+
+
+@contextmanager
+def _sink(path: Path | None) -> Iterator[TextIO]:
+    if path is None:
+        yield sys.stdout
+        return
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            yield file
+    except OSError as error:
+        raise RequestError(f"cannot write {path}: {error}") from error
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Any]:
+    """A bar of finished prompts with tokens/s, on stderr where that is a terminal."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:.0f} tokens/s"),
+        TimeElapsedColumn(),
+    )
+    started, tokens = time.perf_counter(), 0
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("prompts", total=total, rate=0.0)
+
+        def advance(new_tokens: int, finished: bool) -> None:
+            nonlocal tokens
+            tokens += new_tokens
+            rate = tokens / max(time.perf_counter() - started, 1e-9)
+            bar.update(task, advance=int(finished), rate=rate)
+
+        yield advance

@@ -1,0 +1,48 @@
+"""The ``sidestream`` command."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from sidestream import __version__
+from sidestream.cli.generate import generate
+from sidestream.errors import SidestreamError
+
+app = typer.Typer(
+    name="sidestream",
+    help="Inference for sparse-MLA language models: the same tokens in every mode, whole on a CPU.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+app.command()(generate)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"sidestream {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Options of the command itself."""
+
+
+def main() -> None:
+    """Entry point: a known error is one line on stderr and exit code 2, not a traceback."""
+    try:
+        app()
+    except SidestreamError as error:
+        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: ", end="", highlight=False)
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""No tensor of a checkpoint is decoration: neutralising any single one must break parity with transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import sidestream.engine.build as build
+from sidestream.weights import LoadReport, Shard, WeightSource
+from tests.engine.harness import Harness, one_shot, oracle_logprobs, random_sequences
+from tests.tiny_models import VARIANTS, build_oracle, save_checkpoint
+from tests.tolerances import PARITY_LOGPROB
+
+LENGTHS = (48, 37)
+
+
+class RecordingSource:
+    """Remembers where each tensor went, so that it can be overwritten in place."""
+
+    def __init__(self, source: WeightSource, views: dict[str, torch.Tensor]) -> None:
+        self.source, self.views = source, views
+
+    def load(self, name: str, out: torch.Tensor, *, shard: Shard | None = None) -> None:
+        self.source.load(name, out, shard=shard)
+        self.views[name] = out
+
+    def finish(self) -> LoadReport:
+        return self.source.finish()
+
+
+def neutral(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """What a default initialisation would hold: ones for norms and scales, zeros elsewhere."""
+    ones = ("norm" in name and not name.endswith("bias")) or name.endswith("_scale")
+    return torch.ones_like(tensor) if ones else torch.zeros_like(tensor)
+
+
+@pytest.mark.parametrize("variant", ["next", "next_share", "dsa", "dsa_yarn_bias", "deepseek", "kimi", "kimi_q_lora"])
+def test_dropping_any_tensor_breaks_parity(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    architecture, overrides = VARIANTS[variant]
+    oracle = build_oracle(architecture, 3, **overrides)
+    folder = save_checkpoint(oracle, tmp_path)
+    sequences = random_sequences(LENGTHS, vocab=136, seed=1)
+    expected = [oracle_logprobs(oracle, sequence) for sequence in sequences]
+    views: dict[str, torch.Tensor] = {}
+    real = build.open_weights
+    monkeypatch.setattr(build, "open_weights", lambda *a, **k: RecordingSource(real(*a, **k), views))
+    harness = Harness(folder)
+
+    def error() -> float:
+        got = harness.run(sequences, one_shot(LENGTHS))
+        worst = max((a - b).abs().max().nan_to_num(float("inf")) for a, b in zip(got, expected, strict=True))
+        return float(worst)
+
+    assert error() < PARITY_LOGPROB
+    silent = {}
+    for name, view in views.items():
+        kept = view.clone()
+        with torch.inference_mode():
+            view.copy_(neutral(name, kept))
+            if (found := error()) < PARITY_LOGPROB:
+                silent[name] = found
+            view.copy_(kept)
+    assert not silent, f"{len(silent)} of {len(views)} tensors could be dropped unseen: {silent}"
+    assert error() < PARITY_LOGPROB
