@@ -28,8 +28,9 @@ def dense_mla(
 
     Args:
         q: [T, H, r + p] float, the nope part taken through the key half of kv_b.
-        pool: [blocks * block_size, row_elems] of ``layout.dtype``, this step's rows written already. Rows behind a
-            token's position never influence it, NaN or not.
+        pool: [blocks * block_size, row_elems] of ``layout.dtype``, this step's rows written already. Rows behind the
+            end of a sequence never influence it, NaN or not; of later rows of its own step only finite ones are sure
+            not to.
         block_table: [R, B] int64 or int32; entries behind a sequence's last block must name some block.
         segments: sequences in flat token order; the first ``num_decode`` have one length and consecutive rows of the
             block table.

@@ -49,7 +49,8 @@ def pool_keys(
     step = torch.cat([k, gate], dim=1)
     if complete:
         carried = tail.index_select(0, plan.carry_rows).to(step.dtype)
-        source = torch.cat([step.new_zeros(1, 2 * dim), step, carried])
+        # No complete pool reaches row 0 of the plan's source, so any finite row stands in for it.
+        source = torch.cat([step[:1], step, carried])
         members = plan.window_rows.index_select(0, pools).view(-1)
         windows = source.index_select(0, members).view(complete, kpool, 2 * dim).float()
         probabilities = torch.softmax(windows[:, :, dim:] + ape, dim=1)

@@ -18,8 +18,8 @@ _KEY_BYTES = 24
 def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, *, scale: float) -> torch.Tensor:
     """Score every key for every query: sum over heads of ``weight * relu(scale * q . key)``, fp32.
 
-    Formula of the indexers of the hub models ``deepseek_v32``, ``glm_moe_dsa`` and ``glm5_next``; ``scale`` is
-    positive, so it is applied to the weights.
+    Formula of the indexers of the hub models ``deepseek_v32``, ``glm_moe_dsa`` and ``glm5_next``. ``scale`` is
+    positive, so it may be applied to the weights.
 
     Args:
         q: [T, Hi, D] float.
@@ -32,7 +32,7 @@ def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, *, 
 
 
 def _score(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """[T, E] from q [T, Hi, D], scaled weights [T, 1, Hi] and keys [E, D], all fp32."""
+    """[T, E] from q [T, Hi, D], weights [T, 1, Hi] and keys [E, D], all fp32."""
     tokens, heads, dim = q.shape
     similarity = torch.mm(q.reshape(tokens * heads, dim), keys.t()).relu_()
     return torch.bmm(weights, similarity.view(tokens, heads, -1)).squeeze(1)
@@ -68,15 +68,16 @@ def select_topk(
         positions: [T] int64.
         segments: sequences in flat token order; the first ``num_decode`` have one length and consecutive rows of the
             block table.
-        scale: of the products, positive.
+        scale: of the products, positive; it changes no order, so this implementation leaves it out.
         out: [rows, topk + kpool - 1] int32, any strides, all written: ascending positions, then -1; rows behind the
             last segment's tokens are -1.
         scratch_bytes: bound on the temporaries of one inner step. The gathered keys of a prefill's whole context come
             on top.
     """
     assert topk % kpool == 0, f"top-k of {topk} tokens is no whole number of pools of {kpool}"
+    assert scale > 0, f"scale {scale} would change the order of scores"
     assert out.shape[1] == topk + kpool - 1, f"top-k rows of {out.shape[1]}, need {topk + kpool - 1}"
-    select = _Selection(q, weights, keys, block_table, positions, topk // kpool, kpool, scale, out, scratch_bytes)
+    select = _Selection(q, weights, keys, block_table, positions, topk // kpool, kpool, out, scratch_bytes)
     length = decode_length(segments, num_decode)
     visible = [segment.end_position // kpool for segment in segments[:num_decode]]
     heads, dim = q.shape[1], q.shape[2]
@@ -87,7 +88,8 @@ def select_topk(
             select.everything(rows)
         else:
             table = block_table[segments[first].sequence_row :][: last - first]
-            select.decodes(rows, table, entries=entries, entry_bytes=entry_bytes)
+            sure = min((segment.start_position + 1) // kpool for segment in segments[first:last])
+            select.decodes(rows, table, entries=entries, sure=sure, entry_bytes=entry_bytes)
     for segment in segments[num_decode:]:
         select.prefill(segment)
     done = segments[-1].token_start + segments[-1].length if segments else 0
@@ -107,7 +109,6 @@ class _Selection:
         positions: torch.Tensor,
         picks: int,
         kpool: int,
-        scale: float,
         out: torch.Tensor,
         scratch_bytes: int,
     ) -> None:
@@ -118,7 +119,6 @@ class _Selection:
         self.positions = positions
         self.picks = picks
         self.kpool = kpool
-        self.scale = scale
         self.out = out
         self.scratch_bytes = scratch_bytes
 
@@ -128,13 +128,13 @@ class _Selection:
         place = torch.arange(out.shape[1], device=out.device)
         out.copy_(torch.where(place <= position, place, -1))
 
-    def decodes(self, rows: slice, table: torch.Tensor, *, entries: int, entry_bytes: int) -> None:
-        """Tokens of ``table.shape[0]`` sequences, an equal number each, that see at most ``entries`` entries."""
+    def decodes(self, rows: slice, table: torch.Tensor, *, entries: int, sure: int, entry_bytes: int) -> None:
+        """Tokens of ``table.shape[0]`` sequences, an equal number each, that see ``sure`` to ``entries`` entries."""
         sequences, per_block = table.shape[0], self.keys.shape[1]
         q = self.q[rows].float()
         tokens, heads, dim = q.shape
         queries = q.reshape(sequences, tokens // sequences * heads, dim)
-        weights = (self.weights[rows] * self.scale).unsqueeze(1)
+        weights = self.weights[rows].unsqueeze(1)
         blocks = -(-entries // per_block)
         step = max(1, self.scratch_bytes // (sequences * per_block * entry_bytes))
         parts = []
@@ -144,7 +144,7 @@ class _Selection:
             similarity = torch.bmm(queries, keys.transpose(1, 2)).relu_()
             parts.append(torch.bmm(weights, similarity.view(tokens, heads, -1)).squeeze(1))
         scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        self._take(rows, scores, sure=0)
+        self._take(rows, scores[:, :entries], sure=sure)
 
     def prefill(self, segment: Segment) -> None:
         """Tokens of one sequence."""
@@ -165,7 +165,7 @@ class _Selection:
             last = min(first + run, length)
             rows = slice(segment.token_start + first, segment.token_start + last)
             visible = (start + last) // self.kpool
-            weights = (self.weights[rows] * self.scale).unsqueeze(1)
+            weights = self.weights[rows].unsqueeze(1)
             scores = _score(self.q[rows].float(), weights, keys[:visible])
             self._take(rows, scores, sure=(start + first + 1) // self.kpool)
 
@@ -180,8 +180,8 @@ class _Selection:
         if kpool > 1:
             # A row with fewer visible entries than picks goes on with the next numbers, so that what it picked is
             # all its positions and more. The unfinished pool is the entry behind the last visible one.
-            unfinished = visible.clamp_min(self.picks)
+            unfinished = visible if sure >= self.picks else visible.clamp_min(self.picks)
             place = torch.arange(kpool, device=picked.device)
-            picked = torch.cat([picked, unfinished], dim=1).mul_(kpool)
-            picked = (picked[:, :, None] + place).flatten(1)[:, : out.shape[1]]
+            picked = torch.cat([picked, unfinished], dim=1)
+            picked = torch.add(place, picked[:, :, None], alpha=kpool).flatten(1)[:, : out.shape[1]]
         out.copy_(picked.masked_fill_(picked > position, -1))

@@ -18,7 +18,8 @@ Quantised rows are bytes (``torch.uint8``), little-endian, parts in the order of
   rounding pushed past 448.
 - *Zero tile*: all value bytes 0 and the smallest scale; unpacks to zeros.
 - *NaN or infinity*: makes its whole tile NaN (the scale is not finite), no other tile.
-- *Packing what was unpacked* gives the same values again, and the same bytes in `mxfp8`.
+- *Packing what was unpacked* gives the same values again. In ``mxfp8`` the bytes of a tile change once if its maximum
+  was rounded down to what the next smaller scale holds; in ``fp8_ds_mla`` they never do.
 """
 
 from __future__ import annotations
@@ -104,6 +105,8 @@ def pack_rows(latent: torch.Tensor, rope: torch.Tensor | None, layout: KVRowLayo
     if not layout.tile:
         row = latent if rope is None else torch.cat([latent, rope.to(latent.dtype)], dim=1)
         return row.to(layout.dtype)
+    if not latent.shape[0]:
+        return torch.empty(0, layout.row_elems, dtype=torch.uint8, device=latent.device)
     tiles = latent.float().reshape(-1, layout.num_scales, layout.tile)
     amax = tiles.abs().amax(dim=2)
     if layout.name == "mxfp8":
@@ -139,7 +142,7 @@ def unpack_rows(rows: torch.Tensor, layout: KVRowLayout, *, dtype: torch.dtype) 
 
 def _power_of_two_scale(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and E8M0 code for tile maxima: with amax = m * 2**e and 448 = 0.875 * 2**9, exact without a logarithm."""
-    mantissa, exponent = torch.frexp(amax)
+    mantissa, exponent = torch.frexp(amax.clamp_min(torch.finfo(torch.float32).tiny))
     code = exponent - 9 + 127 + (mantissa > 0.875).to(torch.int32)
     code = code.clamp_(1, 254).masked_fill_(~torch.isfinite(amax), 255)
     codes = code.to(torch.uint8)

@@ -25,8 +25,9 @@ def sparse_mla(
     Args:
         q: [T, H, r + p] float, the nope part taken through the key half of kv_b.
         pool: [N, row_elems] of ``layout.dtype``. Rows that no token selected are never used, NaN or not.
-        rows: [T, W] int64 or int32. Only the first ``counts`` entries of a row are read.
-        counts: [T] int32, 0 for padding tokens.
+        rows: [T, W] int64 or int32, a valid prefix, then -1.
+        counts: [T] int32, entries of the prefix; 0 for padding tokens. It is for implementations that loop over
+            entries; this one goes by the -1.
         scale: of the softmax, which is fp32.
         scratch_bytes: bound on the temporaries of one inner step, met by splitting T.
     Returns:
@@ -34,42 +35,35 @@ def sparse_mla(
     """
     tokens, heads, dim = q.shape
     width, latent = rows.shape[1], layout.latent_dim
+    assert counts.shape == (tokens,), f"counts of {tuple(counts.shape)} for {tokens} tokens"
     assert dim == latent + layout.rope_dim, f"queries of {dim}, rows of {latent} + {layout.rope_dim}"
     per_token = 4 * width * (dim + 2 * heads) + (width * layout.row_bytes if layout.dtype != torch.float32 else 0)
     run = max(1, scratch_bytes // per_token)
     if tokens <= run:
-        return _attend(q, pool, rows, counts=counts, scale=scale, layout=layout)
+        return _attend(q, pool, rows, scale=scale, layout=layout)
     out = q.new_empty(tokens, heads, latent)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     for first in range(0, tokens, run):
         part = slice(first, first + run)
-        out[part], lse[part] = _attend(q[part], pool, rows[part], counts=counts[part], scale=scale, layout=layout)
+        out[part], lse[part] = _attend(q[part], pool, rows[part], scale=scale, layout=layout)
     return out, lse
 
 
 def _attend(
-    q: torch.Tensor,
-    pool: torch.Tensor,
-    rows: torch.Tensor,
-    *,
-    counts: torch.Tensor,
-    scale: float,
-    layout: KVRowLayout,
+    q: torch.Tensor, pool: torch.Tensor, rows: torch.Tensor, *, scale: float, layout: KVRowLayout
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, width = rows.shape
-    limit = counts[:, None]
-    hidden = torch.arange(width, device=rows.device) >= limit
+    hidden = rows < 0
     # Hidden entries repeat the token's first row: nothing unselected is gathered, so no pass is spent on zeroing it.
     # Only a token without rows reads one it did not select, and its result is replaced.
-    empty = limit <= 0
-    first = rows[:, :1].masked_fill(empty, 0)
-    safe = torch.where(hidden, first, rows)
+    safe = torch.where(hidden, rows[:, :1], rows).clamp_min_(0)
     kv = unpack_rows(pool.index_select(0, safe.view(-1)), layout, dtype=torch.float32).view(tokens, width, -1)
     scores = torch.bmm(q.float() * scale, kv.transpose(1, 2)).masked_fill_(hidden[:, None, :], -math.inf)
     weights = torch.softmax(scores, dim=2)
     # The largest weight is 1 / sum(exp(score - max)): log-sum-exp without another pass of exponentials.
     lse = scores.amax(dim=2) - weights.amax(dim=2).log_()
     out = torch.bmm(weights, kv[:, :, : layout.latent_dim])
+    empty = hidden[:, :1]
     out.masked_fill_(empty[:, :, None], 0.0)
     lse.masked_fill_(empty, -math.inf)
     return out.to(q.dtype), lse
