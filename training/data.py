@@ -85,7 +85,12 @@ def draw_names(rng: random.Random, count: int, names: Names) -> list[str]:
 
 FACTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "code": (
-        (" The code of {n} is {v}.", " The {n} code is {v}.", " Use code {v} for {n}.", " Someone gave {n} the code {v}."),
+        (
+            " The code of {n} is {v}.",
+            " The {n} code is {v}.",
+            " Use code {v} for {n}.",
+            " Someone gave {n} the code {v}.",
+        ),
         ("What is the code of {n}?", "Which code belongs to {n}?", "Tell me the {n} code."),
     ),
     "city": (
@@ -152,7 +157,13 @@ def retrieval(rng: random.Random, budget: int, count: Callable[[str], int], name
 
 
 def chain(
-    rng: random.Random, budget: int, count: Callable[[str], int], names: Names, split: Split, kind: Kind, steps: int | None = None
+    rng: random.Random,
+    budget: int,
+    count: Callable[[str], int],
+    names: Names,
+    split: Split,
+    kind: Kind,
+    steps: int | None = None,
 ) -> Context:
     """Links that form one ring, in random order, and walks along it: one link an answer word, or two for jumps."""
     short = rng.random() < 0.7
@@ -262,7 +273,15 @@ class Item:
 
 
 def heldout_item(
-    encode: Encode, seed: int, index: int, kind: Kind, length: int, *, names: Names = "mixed", chat: bool = False, steps: int = 3
+    encode: Encode,
+    seed: int,
+    index: int,
+    kind: Kind,
+    length: int,
+    *,
+    names: Names = "mixed",
+    chat: bool = False,
+    steps: int = 3,
 ) -> Item:
     """One held-out question behind a context of about `length` tokens (arithmetic has no context)."""
     rng = random.Random(f"heldout/{seed}/{index}/{kind}/{length}/{names}")

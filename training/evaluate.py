@@ -38,11 +38,16 @@ class Suite:
 
     @property
     def label(self) -> str:
-        parts = [self.kind] + ([str(self.length)] if self.length else []) + ([self.names] if self.names != "mixed" else [])
+        parts = (
+            [self.kind] + ([str(self.length)] if self.length else []) + ([self.names] if self.names != "mixed" else [])
+        )
         return "-".join(parts + (["chat"] if self.chat else []))
 
     def items(self, encode: Encode, count: int) -> list[Item]:
-        return [heldout_item(encode, EVAL_SEED, i, self.kind, self.length, names=self.names, chat=self.chat) for i in range(count)]
+        return [
+            heldout_item(encode, EVAL_SEED, i, self.kind, self.length, names=self.names, chat=self.chat)
+            for i in range(count)
+        ]
 
 
 def suites(lengths: Sequence[int]) -> list[Suite]:
@@ -57,7 +62,14 @@ def suites(lengths: Sequence[int]) -> list[Suite]:
     return out
 
 
-def exact(model: TinyModel, encode: Encode, items: Sequence[Item], *, faults: dict[int, Fault] | None = None, tokens: int = 65536) -> float:
+def exact(
+    model: TinyModel,
+    encode: Encode,
+    items: Sequence[Item],
+    *,
+    faults: dict[int, Fault] | None = None,
+    tokens: int = 65536,
+) -> float:
     """Share of items that greedy decoding answers exactly, under sparse selection."""
     device = next(model.parameters()).device
     coded = [(encode(item.prompt), encode(item.answer_text + END)) for item in items]
@@ -81,7 +93,9 @@ def exact(model: TinyModel, encode: Encode, items: Sequence[Item], *, faults: di
     return right / len(items)
 
 
-def evaluate(model: TinyModel, encode: Encode, *, lengths: Sequence[int], count: int, fault_suites: Sequence[Suite]) -> dict[str, Any]:
+def evaluate(
+    model: TinyModel, encode: Encode, *, lengths: Sequence[int], count: int, fault_suites: Sequence[Suite]
+) -> dict[str, Any]:
     """{"clean": {suite: accuracy}, "faults": {suite: {layer: {fault: accuracy}}}}"""
     model.eval()
     clean = {}
@@ -95,7 +109,9 @@ def evaluate(model: TinyModel, encode: Encode, *, lengths: Sequence[int], count:
             f"{layer}{model.spec.layers[layer]}": {f: exact(model, encode, items, faults={layer: f}) for f in FAULTS}
             for layer in model.sparse_layers()
         }
-        faulty[suite.label]["all"] = {f: exact(model, encode, items, faults=dict.fromkeys(model.sparse_layers(), f)) for f in FAULTS}
+        faulty[suite.label]["all"] = {
+            f: exact(model, encode, items, faults=dict.fromkeys(model.sparse_layers(), f)) for f in FAULTS
+        }
     return {"clean": clean, "faults": faulty}
 
 
@@ -124,7 +140,12 @@ def report(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-FAULT_SUITES = (Suite("retrieval", 1024), Suite("chain", 768, "words"), Suite("chain", 1024), Suite("jump", 768, "words"))
+FAULT_SUITES = (
+    Suite("retrieval", 1024),
+    Suite("chain", 768, "words"),
+    Suite("chain", 1024),
+    Suite("jump", 768, "words"),
+)
 
 
 def main() -> None:
@@ -136,10 +157,15 @@ def main() -> None:
     parser.add_argument("--transformers", action="store_true")
     args = parser.parse_args()
     started = time.time()
-    tokenizer = build_tokenizer() if args.checkpoint.is_file() else Tokenizer.from_file(str(args.checkpoint / "tokenizer.json"))
+    tokenizer = (
+        build_tokenizer() if args.checkpoint.is_file() else Tokenizer.from_file(str(args.checkpoint / "tokenizer.json"))
+    )
     encode = CachedEncoder(tokenizer)
     if args.transformers:
-        result: dict[str, Any] = {"clean": with_transformers(args.checkpoint, encode, args.lengths, args.count), "faults": {}}
+        result: dict[str, Any] = {
+            "clean": with_transformers(args.checkpoint, encode, args.lengths, args.count),
+            "faults": {},
+        }
     else:
         from training.train import load
 

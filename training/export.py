@@ -53,7 +53,11 @@ LAYER = {
     "feedforward.router_bias": "mlp.gate.e_score_correction_bias",
     **{f"attention.{ours}": f"self_attn.{hub}" for ours, hub in ATTENTION.items()},
 }
-TOP = {"embed.weight": ROOT + "embed_tokens.weight", "norm.weight": ROOT + "norm.weight", "head.weight": "lm_head.weight"}
+TOP = {
+    "embed.weight": ROOT + "embed_tokens.weight",
+    "norm.weight": ROOT + "norm.weight",
+    "head.weight": "lm_head.weight",
+}
 
 
 def _parts(ours: str, tensor: Tensor, hub: str, sparse: bool) -> dict[str, Tensor]:
@@ -141,7 +145,9 @@ def hub_config(spec: Spec) -> Any:
     return Glm5NextConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **media)
 
 
-def write_checkpoint(model: TinyModel, folder: Path, tokenizer: Tokenizer | None, *, dtype: torch.dtype = torch.bfloat16) -> None:
+def write_checkpoint(
+    model: TinyModel, folder: Path, tokenizer: Tokenizer | None, *, dtype: torch.dtype = torch.bfloat16
+) -> None:
     """Writes config.json, generation_config.json, model.safetensors (through transformers), and the tokenizer's files."""
     from transformers import GenerationConfig, Glm5NextForConditionalGeneration
 

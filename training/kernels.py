@@ -74,11 +74,13 @@ class _Sinkhorn(torch.autograd.Function):
 
 @triton.jit
 def _collapse_fwd(s_ptr, p_ptr, o_ptr, D: tl.constexpr, BD: tl.constexpr):
-    n, h, d = tl.program_id(0).to(tl.int64), tl.arange(0, 4), tl.arange(0, BD)
+    n, d = tl.program_id(0).to(tl.int64), tl.arange(0, BD)
     ok = d < D
-    s = tl.load(s_ptr + n * 4 * D + h[:, None] * D + d[None, :], mask=ok[None, :], other=0.0).to(tl.float32)
-    p = tl.load(p_ptr + n * 4 + h)
-    tl.store(o_ptr + n * D + d, tl.sum(s * p[:, None], axis=0), mask=ok)
+    out = tl.zeros([BD], tl.float32)
+    for h in tl.static_range(4):
+        s = tl.load(s_ptr + n * 4 * D + h * D + d, mask=ok, other=0.0).to(tl.float32)
+        out += s * tl.load(p_ptr + n * 4 + h)
+    tl.store(o_ptr + n * D + d, out, mask=ok)
 
 
 @triton.jit
@@ -115,13 +117,18 @@ class _Collapse(torch.autograd.Function):
 
 @triton.jit
 def _expand_fwd(x_ptr, s_ptr, p_ptr, c_ptr, o_ptr, D: tl.constexpr, BD: tl.constexpr):
-    n, h, d = tl.program_id(0).to(tl.int64), tl.arange(0, 4), tl.arange(0, BD)
+    n, d = tl.program_id(0).to(tl.int64), tl.arange(0, BD)
     ok = d < D
-    s = tl.load(s_ptr + n * 4 * D + h[:, None] * D + d[None, :], mask=ok[None, :], other=0.0).to(tl.float32)
+    at = s_ptr + n * 4 * D + d
     x = tl.load(x_ptr + n * D + d, mask=ok, other=0.0).to(tl.float32)
+    s0 = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+    s1 = tl.load(at + D, mask=ok, other=0.0).to(tl.float32)
+    s2 = tl.load(at + 2 * D, mask=ok, other=0.0).to(tl.float32)
+    s3 = tl.load(at + 3 * D, mask=ok, other=0.0).to(tl.float32)
+    c = c_ptr + n * 16
     for j in tl.static_range(4):
-        c = tl.load(c_ptr + n * 16 + h * 4 + j)
-        out = tl.load(p_ptr + n * 4 + j) * x + tl.sum(s * c[:, None], axis=0)
+        out = tl.load(p_ptr + n * 4 + j) * x + tl.load(c + j) * s0 + tl.load(c + 4 + j) * s1
+        out += tl.load(c + 8 + j) * s2 + tl.load(c + 12 + j) * s3
         tl.store(o_ptr + n * 4 * D + j * D + d, out, mask=ok)
 
 
@@ -217,7 +224,9 @@ class _SwiGLU(torch.autograd.Function):
         rows, width = weight.numel(), gate_up.shape[-1] // 2
         dgu, dw = torch.empty_like(gate_up), torch.empty_like(weight)
         bf = triton.next_power_of_2(width)
-        _swiglu_bwd[(triton.cdiv(rows, 8),)](gate_up, weight, grad.contiguous(), dgu, dw, rows, ctx.limit, F=width, BF=bf, B=8)
+        _swiglu_bwd[(triton.cdiv(rows, 8),)](
+            gate_up, weight, grad.contiguous(), dgu, dw, rows, ctx.limit, F=width, BF=bf, B=8
+        )
         return dgu, dw, None
 
 

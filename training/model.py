@@ -230,7 +230,9 @@ class Indexer(nn.Module):
         weights = self.weights_proj(x.float()) * spec.index_heads**-0.5
         keys_t = keys.transpose(1, 2) * spec.index_dim**-0.5
         if torch.is_grad_enabled():
-            return torch.einsum("bqhp,bqh->bqp", F.relu(q.transpose(1, 2).matmul(keys_t.unsqueeze(1))).transpose(1, 2), weights)
+            return torch.einsum(
+                "bqhp,bqh->bqp", F.relu(q.transpose(1, 2).matmul(keys_t.unsqueeze(1))).transpose(1, 2), weights
+            )
         total = q.new_zeros(*x.shape[:2], keys.shape[1])
         for head in range(spec.index_heads):
             total += F.relu(q[:, :, head] @ keys_t) * weights[:, :, head, None]
@@ -328,7 +330,9 @@ class SparseMLA(nn.Module):
         query = torch.einsum("nhd,hdl->nhl", q.flatten(0, 1), up[:, 0].to(q.dtype))
         logits = (query @ picked.transpose(1, 2)).float() * spec.head_dim**-0.5
         weights = logits.masked_fill(rows.flatten(0, 1).unsqueeze(1) < 0, -1e30).softmax(-1)
-        return torch.einsum("nhl,hdl->nhd", weights.to(q.dtype) @ picked, up[:, 1].to(q.dtype)).view(batch, length, spec.heads, -1)
+        return torch.einsum("nhl,hdl->nhd", weights.to(q.dtype) @ picked, up[:, 1].to(q.dtype)).view(
+            batch, length, spec.heads, -1
+        )
 
     def _pooled_attention(self, q: Tensor, latent: Tensor, queries: Tensor) -> Tensor:
         """Dense attention of the queries, meaned over heads and summed over each complete pool: [B, Q, P]."""
@@ -377,7 +381,12 @@ class TinyModel(nn.Module):
         self.stream_dtype = torch.float32
 
     def forward(
-        self, tokens: Tensor, mode: Mode = "dense", *, faults: dict[int, Fault] | None = None, queries: Tensor | None = None
+        self,
+        tokens: Tensor,
+        mode: Mode = "dense",
+        *,
+        faults: dict[int, Fault] | None = None,
+        queries: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """tokens [B, T] -> (normed hidden states [B, T, D] for `head`, sum of index losses over leaders)."""
         state = Pass(mode, faults or {}, queries, losses=[])

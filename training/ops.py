@@ -3,6 +3,10 @@
 B rows, T tokens, N = B T, H streams, D hidden, E experts, F inner width, A KDA heads, K head width.
 """
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -60,19 +64,48 @@ def short_conv(x: Tensor, weight: Tensor) -> Tensor:
     return F.silu(out)
 
 
+@cache
+def _chunk_kda() -> Callable[..., Any]:
+    """fla's chunked kernel with one launch configuration a kernel: autotuning them all takes minutes at every start."""
+    from triton.runtime.autotuner import Autotuner
+
+    start = Autotuner.__init__
+
+    def pinned(self: Any, fn: Any, arg_names: Any, configs: Any, *args: Any, **kwargs: Any) -> None:
+        warps = (
+            1
+            if getattr(fn, "__name__", "")
+            in ("chunk_kda_fwd_kernel_intra_sub_chunk", "chunk_kda_fwd_kernel_inter_solve_fused")
+            else 4
+        )
+
+        def cost(config: Any) -> tuple[int, int, int]:
+            blocks = sum(abs(v - 32) for v in config.kwargs.values() if isinstance(v, int))
+            return abs(config.num_warps - warps), blocks, abs(config.num_stages - 2)
+
+        start(self, fn, arg_names, sorted(configs, key=cost)[:1], *args, **kwargs)
+
+    Autotuner.__init__ = pinned
+    try:
+        from fla.ops.kda import chunk_kda
+    finally:
+        Autotuner.__init__ = start
+    return chunk_kda  # type: ignore[no-any-return]
+
+
 def _l2norm(x: Tensor) -> Tensor:
     return x / torch.sqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def kda(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor, a_log: Tensor, dt_bias: Tensor, lower_bound: float) -> Tensor:
+def kda(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor, a_log: Tensor, dt_bias: Tensor, lower_bound: float
+) -> Tensor:
     """Kimi Delta Attention from an empty state. q, k, v, gate [B, T, A, K]; beta [B, T, A] logits; result [B, T, A, K].
 
     The log decay is lower_bound * sigmoid(exp(A_log) * (gate + dt_bias)). On a GPU it runs in fla's chunked kernel.
     """
     if q.is_cuda:
-        from fla.ops.kda import chunk_kda
-
-        out, _ = chunk_kda(
+        out, _ = _chunk_kda()(
             q=q, k=k, v=v, g=gate.to(q.dtype), beta=beta.float().sigmoid(), A_log=a_log, dt_bias=dt_bias, lower_bound=lower_bound,
             safe_gate=True, use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True, disable_recompute=True,
         )  # fmt: skip

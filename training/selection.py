@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 Fault = Literal["random", "newest", "off_by_one", "late", "swapped_pages", "no_tail", "half_worst", "half_odd"]
-FAULTS: tuple[Fault, ...] = ("random", "newest", "off_by_one", "late", "swapped_pages", "no_tail", "half_worst", "half_odd")
+FAULTS: tuple[Fault, ...] = (
+    "random",
+    "newest",
+    "off_by_one",
+    "late",
+    "swapped_pages",
+    "no_tail",
+    "half_worst",
+    "half_odd",
+)
 PAGE_POOLS = 4  # pools in a page of the fault `swapped_pages`
 
 
@@ -26,7 +35,9 @@ class Selection:
     def rows(self) -> Tensor:
         """Token numbers [B, Q, R]: the pools' tokens, then the unfinished pool of the query."""
         offset = torch.arange(self.kpool, device=self.pools.device)
-        tokens = (self.pools.unsqueeze(-1) * self.kpool + offset).masked_fill(self.pools.unsqueeze(-1) < 0, -1).flatten(-2)
+        tokens = (
+            (self.pools.unsqueeze(-1) * self.kpool + offset).masked_fill(self.pools.unsqueeze(-1) < 0, -1).flatten(-2)
+        )
         seen = (self.positions + 1).unsqueeze(-1)
         tail = seen - seen % self.kpool + offset[:-1]
         tail = tail.masked_fill(tail >= (seen if self.tail else 0), -1)

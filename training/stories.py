@@ -41,10 +41,14 @@ def buy_and_give(rng: random.Random) -> Story:
     c = rng.randint(1, a + b - 1)
     who, friend = rng.sample(PEOPLE, 2)
     item = rng.choice(ITEMS)
-    first = rng.choice((f"{who} has {a} {item}.", f"At first {who} has {a} {item}.", f"There are {a} {item} in the room of {who}."))
+    first = rng.choice(
+        (f"{who} has {a} {item}.", f"At first {who} has {a} {item}.", f"There are {a} {item} in the room of {who}.")
+    )
     then = rng.choice((f"{who} buys {b} more", f"{who} finds {b} more", f"{who} gets {b} more from {friend}"))
     last = rng.choice((f"and gives {c} to {friend}.", f"and loses {c} of them.", f"and then sells {c}."))
-    ask = rng.choice((f"How many {item} does {who} have now?", f"How many {item} are left?", f"How many {item} remain?"))
+    ask = rng.choice(
+        (f"How many {item} does {who} have now?", f"How many {item} are left?", f"How many {item} remain?")
+    )
     return _story("give", (a, b, c), f"{first} {then} {last} {ask}", [add(a, b), subtract(a + b, c)])
 
 
@@ -52,7 +56,9 @@ def boxes(rng: random.Random) -> Story:
     a, b = rng.randint(2, 12), rng.randint(2, 20)
     c = rng.randint(1, a * b - 1)
     who, item, box = rng.choice(PEOPLE), rng.choice(ITEMS), rng.choice(BOXES)
-    first = rng.choice((f"{who} packs {a} {box} with {b} {item} each.", f"There are {a} {box}, and each holds {b} {item}."))
+    first = rng.choice(
+        (f"{who} packs {a} {box} with {b} {item} each.", f"There are {a} {box}, and each holds {b} {item}.")
+    )
     last = rng.choice((f"{who} takes {c} {item} out.", f"Then {c} {item} are sold.", f"Later {c} {item} break."))
     ask = rng.choice((f"How many {item} are left?", f"How many {item} remain?"))
     return _story("boxes", (a, b, c), f"{first} {last} {ask}", [multiply(a, b), subtract(a * b, c)])
@@ -62,8 +68,15 @@ def two_people(rng: random.Random) -> Story:
     a, b = rng.randint(2, 99), rng.randint(2, 99)
     who, friend = rng.sample(PEOPLE, 2)
     item = rng.choice(ITEMS)
-    text = rng.choice((f"{who} has {a} {item}. {friend} has {b} more than {who}.", f"{friend} has {b} more {item} than {who}, who has {a}."))
-    ask = rng.choice((f"How many {item} do they have together?", f"How many {item} do {who} and {friend} have in total?"))
+    text = rng.choice(
+        (
+            f"{who} has {a} {item}. {friend} has {b} more than {who}.",
+            f"{friend} has {b} more {item} than {who}, who has {a}.",
+        )
+    )
+    ask = rng.choice(
+        (f"How many {item} do they have together?", f"How many {item} do {who} and {friend} have in total?")
+    )
     return _story("two", (a, b), f"{text} {ask}", [add(a, b), add(a, a + b)])
 
 
@@ -73,7 +86,9 @@ def times_as_many(rng: random.Random) -> Story:
     item = rng.choice(ITEMS)
     many = {2: "twice", 3: "three times", 4: "four times", 5: "five times"}[k]
     ask = rng.choice((f"How many {item} do they have together?", f"How many {item} is that in total?"))
-    return _story("times", (a, k), f"{who} has {a} {item} and {friend} has {many} as many. {ask}", [multiply(a, k), add(a, a * k)])
+    return _story(
+        "times", (a, k), f"{who} has {a} {item} and {friend} has {many} as many. {ask}", [multiply(a, k), add(a, a * k)]
+    )
 
 
 def share(rng: random.Random) -> Story:
@@ -90,15 +105,21 @@ def shopping(rng: random.Random) -> Story:
     a, b = rng.randint(2, 12), rng.randint(2, 15)
     paid = rng.randint(a * b + 1, a * b + 100)
     who, item = rng.choice(PEOPLE), rng.choice(ITEMS)
-    first = rng.choice((f"{who} buys {a} {item} for {b} dollars each", f"{who} wants {a} {item} that cost {b} dollars each"))
+    first = rng.choice(
+        (f"{who} buys {a} {item} for {b} dollars each", f"{who} wants {a} {item} that cost {b} dollars each")
+    )
     ask = rng.choice(("How much money is left?", f"How many dollars does {who} get back?"))
-    return _story("shop", (a, b, paid), f"{first} and pays with {paid} dollars. {ask}", [multiply(a, b), subtract(paid, a * b)])
+    return _story(
+        "shop", (a, b, paid), f"{first} and pays with {paid} dollars. {ask}", [multiply(a, b), subtract(paid, a * b)]
+    )
 
 
 def three_days(rng: random.Random) -> Story:
     a, b, c = (rng.randint(2, 99) for _ in range(3))
     who = rng.choice(PEOPLE)
-    verb, unit = rng.choice((("reads", "pages"), ("walks", "miles"), ("sells", "tickets"), ("bakes", "cookies"), ("picks", "flowers")))
+    verb, unit = rng.choice(
+        (("reads", "pages"), ("walks", "miles"), ("sells", "tickets"), ("bakes", "cookies"), ("picks", "flowers"))
+    )
     text = rng.choice(
         (
             f"{who} {verb} {a} {unit} on Monday, {b} on Tuesday and {c} on Friday.",
@@ -114,7 +135,10 @@ def reading(rng: random.Random) -> Story:
     total = rng.randint(a * b + 1, a * b + 200)
     who = rng.choice(PEOPLE)
     text = rng.choice(
-        (f"A book has {total} pages. {who} reads {b} pages a day for {a} days.", f"{who} reads {b} pages of a book of {total} pages every day.")
+        (
+            f"A book has {total} pages. {who} reads {b} pages a day for {a} days.",
+            f"{who} reads {b} pages of a book of {total} pages every day.",
+        )
     )
     ask = "How many pages are left?" if text.startswith("A") else f"How many pages are left after {a} days?"
     return _story("book", (a, b, total), f"{text} {ask}", [multiply(b, a), subtract(total, a * b)])
@@ -124,7 +148,10 @@ def bus(rng: random.Random) -> Story:
     a, c = rng.randint(2, 99), rng.randint(1, 60)
     b = rng.randint(1, a)
     text = rng.choice(
-        (f"There are {a} people on a bus. {b} get off and {c} get on.", f"A bus carries {a} people. At a stop {b} leave and {c} come in.")
+        (
+            f"There are {a} people on a bus. {b} get off and {c} get on.",
+            f"A bus carries {a} people. At a stop {b} leave and {c} come in.",
+        )
     )
     ask = rng.choice(("How many people are on the bus now?", "How many people are there now?"))
     return _story("bus", (a, b, c), f"{text} {ask}", [subtract(a, b), add(a - b, c)])
@@ -143,7 +170,12 @@ def colours(rng: random.Random) -> Story:
 def plain_sum(rng: random.Random) -> Story:
     a, b = rng.randint(1, 999), rng.randint(1, 999)
     if rng.random() < 0.5:
-        return _story("sum", (a, b), rng.choice((f"What is {a} + {b}?", f"Add {a} and {b}.", f"How much is {a} plus {b}?")), [add(a, b)])
+        return _story(
+            "sum",
+            (a, b),
+            rng.choice((f"What is {a} + {b}?", f"Add {a} and {b}.", f"How much is {a} plus {b}?")),
+            [add(a, b)],
+        )
     a, b = max(a, b), min(a, b)
     text = rng.choice((f"What is {a} - {b}?", f"Take {b} away from {a}.", f"How much is {a} minus {b}?"))
     return _story("difference", (a, b), text, [subtract(a, b)])
@@ -152,8 +184,12 @@ def plain_sum(rng: random.Random) -> Story:
 def plain_product(rng: random.Random) -> Story:
     a, b = rng.randint(2, 12), rng.randint(2, 20)
     if rng.random() < 0.5:
-        return _story("product", (a, b), rng.choice((f"What is {a} * {b}?", f"How much is {a} times {b}?")), [multiply(a, b)])
-    return _story("quotient", (a * b, a), rng.choice((f"What is {a * b} / {a}?", f"Divide {a * b} by {a}.")), [divide(a * b, a)])
+        return _story(
+            "product", (a, b), rng.choice((f"What is {a} * {b}?", f"How much is {a} times {b}?")), [multiply(a, b)]
+        )
+    return _story(
+        "quotient", (a * b, a), rng.choice((f"What is {a * b} / {a}?", f"Divide {a * b} by {a}.")), [divide(a * b, a)]
+    )
 
 
 STORIES: tuple[Callable[[random.Random], Story], ...] = (

@@ -15,7 +15,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from training.data import ASSISTANT, END, KINDS, MEDIA, PAD, SYSTEM, USER, document
 
 VOCAB_SIZE = 1536
-SPECIALS = (PAD, END, USER, ASSISTANT, SYSTEM, MEDIA)  # ids 0 to 5; END is the end-of-turn (eos) token, MEDIA is never used
+SPECIALS = (
+    PAD,
+    END,
+    USER,
+    ASSISTANT,
+    SYSTEM,
+    MEDIA,
+)  # ids 0 to 5; END is the end-of-turn (eos) token, MEDIA is never used
 PATTERN = r" ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+|\s"
 CHAT_TEMPLATE = """\
 {%- macro text(content) -%}
@@ -49,7 +56,10 @@ def build_tokenizer(*, documents: int = 3000, vocab_size: int = VOCAB_SIZE, seed
     """Trains the merges; deterministic in its arguments."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(PATTERN), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

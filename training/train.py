@@ -8,7 +8,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class Phase:
     final: float  # learning rate at the end, as a fraction
     lengths: tuple[tuple[float, tuple[int, ...]], ...]
     weights: tuple[tuple[float, tuple[float, ...]], ...]
-    warmup: int = 50
+    warmup: int = 200
 
     def length(self, step: int) -> int:
         choices = next(c for until, c in self.lengths if step < until * self.steps or until == 1.0)
@@ -45,8 +45,7 @@ class Phase:
     def kinds(self, step: int) -> tuple[float, ...]:
         return next(w for until, w in self.weights if step < until * self.steps or until == 1.0)
 
-    def learning_rate(self, step: int) -> float:
-        progress = step / max(1, self.steps)
+    def learning_rate(self, step: int, progress: float) -> float:
         shape = self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * progress))
         return self.rate * min(1.0, (step + 1) / self.warmup) * shape
 
@@ -88,21 +87,31 @@ class Batches(IterableDataset[tuple[Any, Any]]):
 class Trainer:
     """One model, its optimiser and its data."""
 
-    def __init__(self, model: TinyModel, device: str, tokens: int, tokenizer: Tokenizer, seed: int, workers: int) -> None:
+    def __init__(
+        self, model: TinyModel, device: str, tokens: int, tokenizer: Tokenizer, seed: int, workers: int
+    ) -> None:
         self.model, self.device, self.tokens, self.seed, self.workers = model.to(device), device, tokens, seed, workers
         self.tokenizer = tokenizer.to_str()
         self.routers = [m for m in model.modules() if isinstance(m, Feedforward) and m.sparse]
+        self.rate = torch.zeros((), device=device)
+        self.eager = False
         if device == "cuda":
             model.stream_dtype = torch.bfloat16
 
     def optimiser(self, phase: Phase) -> torch.optim.AdamW:
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
         for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_("indexer" in name if phase.name == "index" else phase.name == "joint" or "indexer" not in name)
+            parameter.requires_grad_(
+                "indexer" in name if phase.name == "index" else phase.name == "joint" or "indexer" not in name
+            )
+            parameter.grad = None
             if parameter.requires_grad:
                 groups[parameter.ndim >= 2 and "hc_" not in name and "ape" not in name].append(parameter)
         parts = [{"params": groups[True], "weight_decay": 0.05}, {"params": groups[False], "weight_decay": 0.0}]
-        return torch.optim.AdamW(parts, lr=phase.rate, betas=(0.9, 0.95), fused=self.device == "cuda")
+        gpu = self.device == "cuda"
+        return torch.optim.AdamW(
+            parts, lr=self.rate if gpu else phase.rate, betas=(0.9, 0.95), fused=gpu, capturable=gpu
+        )
 
     def queries(self, marks: Tensor, count: int) -> Tensor:
         """[B, Q] positions for the index loss: half of them before far answers, half anywhere."""
@@ -124,65 +133,130 @@ class Trainer:
         """Makes far answers improbable when one layer's selection is wrong, so that no layer's selection is idle."""
         layers = self.model.sparse_layers()
         faults: tuple[Fault, ...] = FAULTS[:5]
-        hidden, _ = self.model(inputs, "sparse", faults={layers[step % len(layers)]: faults[step // len(layers) % len(faults)]})
+        hidden, _ = self.model(
+            inputs, "sparse", faults={layers[step % len(layers)]: faults[step // len(layers) % len(faults)]}
+        )
         far = (marks == 2).flatten()
         logits = self.model.head(hidden.flatten(0, 1)[far]).float()
         chance = logits.softmax(-1).gather(1, targets.flatten()[far].unsqueeze(1))
         return -torch.log((1.05 - chance).clamp(max=1.0)).mean()
 
-    def run(self, phase: Phase, deadline: float, save: "Saver", *, sensitivity: float = 0.0) -> None:
-        """One phase, stopped early at `deadline` (time.time())."""
-        optimiser = self.optimiser(phase)
-        trainable = [p for group in optimiser.param_groups for p in group["params"]]
-        data = Batches(phase, self.tokenizer, self.seed, self.tokens)
-        loader = DataLoader(data, batch_size=None, num_workers=self.workers, prefetch_factor=4 if self.workers else None, pin_memory=self.device == "cuda")
-        mode = "sparse" if phase.name == "joint" else "dense"
-        started = waited = time.time()
-        waiting, shown = 0.0, torch.zeros(3, device=self.device)
-        self.model.train()
-        for step, (ids, marks) in enumerate(loader):
-            waiting += time.time() - waited
-            ids = ids.to(self.device, non_blocking=True).long()
-            marks = marks.to(self.device, non_blocking=True)[:, 1:]
-            inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:]
-            for group in optimiser.param_groups:
-                group["lr"] = phase.learning_rate(step)
-            queries = None if phase.name == "dense" else self.queries(marks, 256 if phase.name == "index" else 128)
+    def update(
+        self,
+        phase: Phase,
+        optimiser: torch.optim.AdamW,
+        ids: Tensor,
+        marks: Tensor,
+        shown: Tensor,
+        fault: tuple[float, int],
+    ) -> None:
+        """One step on ids and marks [B, T + 1]; `fault` is the weight and the turn of the sensitivity loss."""
+        optimiser.zero_grad(set_to_none=True)
+        inputs, targets, marks = ids[:, :-1].long(), ids[:, 1:].long(), marks[:, 1:]
+        queries = None if phase.name == "dense" else self.queries(marks, 256 if phase.name == "index" else 128)
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.device == "cuda"):
+            hidden, index_loss = self.model(inputs, "sparse" if phase.name == "joint" else "dense", queries=queries)
+            if phase.name == "index":
+                loss, right = index_loss, torch.zeros_like(index_loss)
+            else:
+                loss, right = self.language_loss(hidden, targets, marks)
+            total = loss + index_loss if phase.name == "joint" else loss
+        total.backward()
+        if phase.name != "index":
+            for router in self.routers:
+                router.router_bias += 1e-3 * torch.sign(router.load.mean() - router.load)
+        if fault[0]:
             with torch.autocast("cuda", torch.bfloat16, enabled=self.device == "cuda"):
-                hidden, index_loss = self.model(inputs, mode, queries=queries)
-                if phase.name == "index":
-                    loss, right = index_loss, index_loss.detach()
-                else:
-                    loss, right = self.language_loss(hidden, targets, marks)
-                total = loss + (index_loss if phase.name == "joint" else 0.0)
-            total.backward()
-            if sensitivity and phase.name == "joint" and inputs.shape[1] <= 2048:
-                rows = max(1, inputs.shape[0] // 2)
-                with torch.autocast("cuda", torch.bfloat16, enabled=self.device == "cuda"):
-                    extra = sensitivity * self.sensitivity_loss(inputs[:rows], targets[:rows], marks[:rows], step)
-                extra.backward()
-            torch.nn.utils.clip_grad_norm_(trainable, 1.0)
-            optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
-            if phase.name != "index":
-                for router in self.routers:
-                    router.router_bias += 1e-3 * torch.sign(router.load.mean() - router.load)
-            shown += torch.stack([loss.detach().float(), right.float(), index_loss.detach().float()])
-            if (step + 1) % 100 == 0 or step + 1 == phase.steps:
-                values = (shown / ((step % 100) + 1)).tolist()
+                extra = fault[0] * self.sensitivity_loss(inputs, targets, marks, fault[1])
+            extra.backward()
+        torch.nn.utils.clip_grad_norm_([p for group in optimiser.param_groups for p in group["params"]], 1.0)
+        optimiser.step()
+        shown += torch.stack([loss.detach().float(), right.float(), index_loss.detach().float()])
+
+    def run(self, phase: Phase, seconds: float, save: "Saver", *, sensitivity: float = 0.0) -> None:
+        """One phase; `seconds` is its budget, at the end of which the learning rate has come down and it stops."""
+        optimiser = self.optimiser(phase)
+        data = Batches(phase, self.tokenizer, self.seed, self.tokens)
+        loader = DataLoader(
+            data, batch_size=None, num_workers=self.workers, prefetch_factor=6 if self.workers else None
+        )
+        shown = torch.zeros(3, device=self.device)
+        graphs = StepGraphs(lambda ids, marks: self.update(phase, optimiser, ids, marks, shown, (0.0, 0)))
+        started = time.time()
+        waiting = 0.0
+        self.model.train()
+        batches = enumerate(loader)
+        while True:
+            waited = time.time()
+            step, (ids, marks) = next(batches, (phase.steps, (None, None)))
+            waiting += time.time() - waited
+            if step == phase.steps:
+                break
+            rate = phase.learning_rate(step, min(1.0, max(step / phase.steps, (time.time() - started) / seconds)))
+            if self.device == "cuda":
+                self.rate.fill_(rate)
+                ids, marks = (
+                    ids.pin_memory().to("cuda", non_blocking=True),
+                    marks.pin_memory().to("cuda", non_blocking=True),
+                )
+            else:
+                for group in optimiser.param_groups:
+                    group["lr"] = rate
+            if sensitivity and phase.name == "joint" and step % 4 == 3 and ids.shape[1] <= 2049:
+                self.update(phase, optimiser, ids, marks, shown, (sensitivity, step // 4))
+            elif self.device == "cuda" and not self.eager:
+                graphs(ids, marks)
+            else:
+                self.update(phase, optimiser, ids, marks, shown, (0.0, 0))
+            if self.device == "cuda" and step % 10 == 9:
+                torch.cuda.synchronize()
+            late = time.time() - started > seconds
+            if (step + 1) % 200 == 0 or step + 1 == phase.steps or late:
+                values = (shown / (step % 200 + 1)).tolist()
                 spent = time.time() - started
                 print(
-                    f"{save.name} {phase.name} {step + 1}/{phase.steps} length {inputs.shape[1]} loss {values[0]:.4f} far {values[1]:.3f} "
-                    f"index {values[2]:.4f} {1e3 * spent / (step + 1):.1f} ms/step waiting {waiting / spent:.0%}",
+                    f"{save.name} {phase.name} {step + 1}/{phase.steps} length {ids.shape[1] - 1} loss {values[0]:.4f} far {values[1]:.3f} "
+                    f"index {values[2]:.4f} {1e3 * spent / (step + 1):.1f} ms/step waiting {waiting / spent:.0%} {spent:.0f} s",
                     flush=True,
                 )
                 shown.zero_()
                 save.maybe(self.model)
-                if time.time() > deadline:
-                    print(f"{save.name} {phase.name}: stopped at the deadline after {step + 1} steps", flush=True)
+                if late:
                     break
-            waited = time.time()
         save(self.model)
+
+
+class StepGraphs:
+    """Runs a step eagerly twice for each batch shape, then captures it as a CUDA graph and replays that."""
+
+    def __init__(self, body: Callable[[Tensor, Tensor], None]) -> None:
+        self.body = body
+        self.seen: dict[torch.Size, int] = {}
+        self.graphs: dict[torch.Size, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self.stream: torch.cuda.Stream | None = None
+        self.pool: Any = None
+
+    def __call__(self, ids: Tensor, marks: Tensor) -> None:
+        if self.stream is None:
+            self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        shape = ids.shape
+        self.seen[shape] = self.seen.get(shape, 0) + 1
+        if self.seen[shape] <= 2:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                self.body(ids, marks)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return
+        if shape not in self.graphs:
+            torch.cuda.synchronize()
+            graph, static = torch.cuda.CUDAGraph(), (ids.clone(), marks.clone())
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                self.body(*static)
+            self.graphs[shape] = (graph, *static)
+        graph, static_ids, static_marks = self.graphs[shape]
+        static_ids.copy_(ids)
+        static_marks.copy_(marks)
+        graph.replay()
 
 
 class Saver:
@@ -193,7 +267,10 @@ class Saver:
         folder.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, model: TinyModel) -> None:
-        state = {n: t.detach().to("cpu", torch.bfloat16 if t.numel() > 2000 else torch.float32) for n, t in model.state_dict().items()}
+        state = {
+            n: t.detach().to("cpu", torch.bfloat16 if t.numel() > 2000 else torch.float32)
+            for n, t in model.state_dict().items()
+        }
         torch.save({"spec": self.spec.as_dict(), "model": state}, self.folder / f"{self.name}.tmp")
         (self.folder / f"{self.name}.tmp").rename(self.folder / f"{self.name}.pt")
         self.last = time.time()
@@ -224,6 +301,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--sensitivity", type=float, default=0.0)
     parser.add_argument("--resume", type=Path)
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
@@ -240,10 +318,11 @@ def main() -> None:
     print(f"{args.name}: {sum(p.numel() for p in model.parameters()):,} parameters, {args}", flush=True)
     torch.backends.cuda.matmul.allow_tf32 = True
     trainer = Trainer(model, device, args.tokens, tokenizer, args.seed, args.workers)
+    trainer.eager = args.eager
     save = Saver(args.out, args.name, spec)
     for phase, seconds in zip(phases, args.seconds, strict=True):
         if phase.steps:
-            trainer.run(phase, time.time() + seconds, save, sensitivity=args.sensitivity)
+            trainer.run(phase, seconds, save, sensitivity=args.sensitivity)
     if device == "cpu":
         write_checkpoint(model, args.out / args.name, tokenizer)
         print(json.dumps({"exported": str(args.out / args.name)}))
