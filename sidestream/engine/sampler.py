@@ -119,12 +119,15 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     weights.exp_()  # 1 for the most likely token
     if any(p.min_p > 0.0 for p in params):
         weights.masked_fill_(weights < _column([p.min_p for p in params], logits.device), 0.0)
-    filtered = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0]
-    if len(filtered) == len(rows):
-        weights = _keep_top(weights, params)
-    elif filtered:
-        index = torch.tensor(filtered, device=logits.device)
-        weights[index] = _keep_top(weights[index], [params[i] for i in filtered])
+    for filtered in (
+        [i for i, p in enumerate(params) if p.top_k > 0],
+        [i for i, p in enumerate(params) if p.top_k <= 0 and p.top_p < 1.0],  # these alone need a whole sort
+    ):
+        if len(filtered) == len(rows):
+            weights = _keep_top(weights, params)
+        elif filtered:
+            index = torch.tensor(filtered, device=logits.device)
+            weights[index] = _keep_top(weights[index], [params[i] for i in filtered])
     cumulative = weights.cumsum(dim=-1)
     uniforms = [uniform(row.seed, len(row.output_token_ids)) for row in rows]
     target = cumulative[:, -1:] * _column(uniforms, logits.device)
@@ -133,15 +136,21 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
 
 
 def _keep_top(weights: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Top-k, then top-p of what is left; among equal weights the lower ids come first."""
-    ordered, order = weights.sort(dim=-1, descending=True, stable=True)
+    """Zero all but the top k, then all but the top p of what is left; among equal weights the lower ids stay."""
     vocab = weights.shape[1]
-    most = torch.tensor([[p.top_k if p.top_k > 0 else vocab] for p in params], device=weights.device)
-    ordered.masked_fill_(torch.arange(vocab, device=weights.device) >= most, 0.0)
+    most = [min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params]
+    width = max(most)
+    ordered = (weights.topk(width) if width < vocab else weights.sort(descending=True)).values
+    place = torch.arange(width, device=weights.device)
+    ordered.masked_fill_(place >= torch.tensor(most, device=weights.device).unsqueeze(1), 0.0)
     cumulative = ordered.cumsum(dim=-1)
     share = _column([p.top_p if p.top_p < 1.0 else math.inf for p in params], weights.device)
-    ordered.masked_fill_(cumulative - ordered >= share * cumulative[:, -1:], 0.0)
-    return torch.zeros_like(weights).scatter_(-1, order, ordered)
+    kept = (cumulative - ordered < share * cumulative[:, -1:]) & (ordered > 0.0)
+    count = kept.sum(dim=-1, keepdim=True).clamp_min_(1)  # 0 only for a row that is not finite
+    least = ordered.gather(-1, count - 1)
+    above, equal = weights > least, weights == least
+    equal &= equal.cumsum(dim=-1) <= count - above.sum(dim=-1, keepdim=True)
+    return weights.masked_fill_(~(above | equal), 0.0)
 
 
 def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:

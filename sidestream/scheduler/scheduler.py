@@ -325,10 +325,10 @@ class Scheduler:
         self._running.append(sequence)
 
     def _issue(self, plan: dict[Sequence, int]) -> ScheduledStep:
-        """Turn the plan into chunks and count it as done: the next step builds on it."""
+        """Turn the plan, decodes first, into chunks and count it as done: the next step builds on it."""
         chunks = []
         sampling = []
-        for sequence, length in sorted(plan.items(), key=lambda item: (item[0].is_prefilling, item[0].arrival)):
+        for sequence, length in plan.items():
             start = sequence.num_computed
             samples = start + length == sequence.num_known
             chunk = Chunk(
