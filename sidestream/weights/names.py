@@ -49,8 +49,10 @@ def canonical_name(raw: str, config: ModelConfig) -> str | Skipped:
     if layer is None:
         return name
     index = int(layer[1])
-    if index >= config.num_layers or ".shared_head." in name:
-        return Skipped("multi-token-prediction layer: not used for decoding one token at a time")
+    if index >= config.num_layers:
+        return Skipped(f"layer {index} is past the model's {config.num_layers}: multi-token prediction is not used")
+    if ".shared_head." in name:
+        return Skipped("head of a multi-token-prediction layer: not used")
     if ".self_attn.indexer." in name and config.layers[index].indexer is IndexerKind.SHARED:
         return Skipped(f"layer {index} reuses the selection of the layer before it and runs no indexer")
     return name

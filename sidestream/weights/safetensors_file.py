@@ -111,12 +111,12 @@ def read_rows(
 
     Args:
         chunk_rows: rows a chunk, and
-        first_rows: rows of the first one, so that later chunks start at block bounds; None: ``chunk_rows``.
+        first_rows: of the first one, at most as many, so that later chunks start at block bounds.
     Yields:
         The first row of a chunk (counted from ``row_start``) and the chunk [n, col_stop - col_start] in the stored
         type. It is overwritten by the next one.
     Raises:
-        CheckpointError: the file ends early.
+        CheckpointError: the file is gone or ends early.
     """
     dtype = DTYPES[tensor.dtype]
     item = dtype.itemsize
@@ -124,9 +124,9 @@ def read_rows(
     whole_rows = width == stride or width < _MIN_RUN
     buffer = torch.empty(chunk_rows * (stride if whole_rows else width), dtype=torch.uint8)
     memory = buffer.numpy().data
-    with tensor.file.open("rb", buffering=0) as file:
+    with _open(tensor.file) as file:
         row = piece.row_start
-        count = min(first_rows or chunk_rows, chunk_rows)
+        count = first_rows or chunk_rows
         while row < piece.row_stop:
             count = min(count, piece.row_stop - row)
             start = tensor.offset + row * stride
@@ -141,6 +141,13 @@ def read_rows(
                 yield row - piece.row_start, buffer[: count * width].view(dtype).view(count, -1)
             row += count
             count = chunk_rows
+
+
+def _open(path: Path) -> io.FileIO:
+    try:
+        return path.open("rb", buffering=0)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _read_exactly(file: io.FileIO, memory: memoryview, offset: int, tensor: StoredTensor) -> None:

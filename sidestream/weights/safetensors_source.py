@@ -15,7 +15,7 @@ from sidestream.weights.safetensors_file import DTYPES, StoredTensor, read_rows
 from sidestream.weights.source import LoadReport, Shard, full_shape
 
 _CHUNK_ELEMENTS = 1 << 20
-"""A chunk takes 1 to 8 MiB of host memory, and three times 4 MiB where it is dequantised."""
+"""A chunk takes 1 to 8 MiB of host memory; of an fp8 tensor, a row of blocks and the same in float32."""
 
 
 class SafetensorsSource:
@@ -97,16 +97,12 @@ class SafetensorsSource:
         first_block = piece.col_start // blocks.block_cols
         skip_cols = piece.col_start - first_block * blocks.block_cols
         scales = scales[:, first_block : -(-piece.col_stop // blocks.block_cols)]
-        chunk_rows = max(1, _chunk_rows(piece) // blocks.block_rows) * blocks.block_rows
+        # One chunk a row of blocks: a scale is then a number a column.
         to_bound = blocks.block_rows - piece.row_start % blocks.block_rows
-        for row, chunk in read_rows(stored, piece, chunk_rows, first_rows=to_bound):
-            absolute = piece.row_start + row
-            first = absolute // blocks.block_rows
-            last = -(-(absolute + len(chunk)) // blocks.block_rows)
-            skip_rows = absolute - first * blocks.block_rows
-            scale = scales[first:last].repeat_interleave(blocks.block_rows, dim=0)[skip_rows:][: len(chunk)]
-            scale = scale.repeat_interleave(blocks.block_cols, dim=1)[:, skip_cols:][:, : chunk.shape[1]]
-            rows[row : row + len(chunk)].copy_(chunk.to(torch.float32).mul_(scale))
+        for row, chunk in read_rows(stored, piece, blocks.block_rows, first_rows=to_bound):
+            scale = scales[(piece.row_start + row) // blocks.block_rows]
+            by_column = scale.repeat_interleave(blocks.block_cols)[skip_cols : skip_cols + piece.num_cols]
+            rows[row : row + len(chunk)].copy_(chunk.to(torch.float32).mul_(by_column))
 
     def _scales(self, name: str, stored: StoredTensor, blocks: Fp8BlockConfig) -> torch.Tensor:
         """[block rows, block cols] float32, whole: 1/16384 of the weight's size."""

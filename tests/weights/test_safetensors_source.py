@@ -154,6 +154,17 @@ def test_types_are_converted(config: ModelConfig, tmp_path: Path, stored: torch.
     assert torch.equal(load(source, NAME, 7, 5, dtype=wanted), weight.to(wanted))
 
 
+def test_a_file_that_changes_after_the_check_is_named(config: ModelConfig, tmp_path: Path) -> None:
+    source = SafetensorsSource(write(tmp_path, {NAME: torch.ones(2, 2)}), config)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: ends inside tensor {NAME}"):
+        load(source, NAME, 2, 2)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read"):
+        load(source, NAME, 2, 2)
+
+
 def test_integers_are_not_weights(config: ModelConfig, tmp_path: Path) -> None:
     source = SafetensorsSource(write(tmp_path, {NAME: torch.ones(2, 2, dtype=torch.int32)}), config)
     with pytest.raises(CheckpointError, match=f"{NAME} has type I32"):
@@ -196,7 +207,7 @@ def test_slices_of_any_dimension_into_strided_views(
     block=st.tuples(st.integers(1, 16), st.integers(1, 16)),
     dim=st.integers(0, 1),
     size=st.sampled_from([1, 2, 3]),
-    chunk=st.sampled_from([1, 50, 1 << 20]),
+    min_run=st.sampled_from([1, 1 << 20]),
 )
 def test_fp8_blocks_in_slices_that_cut_through_them(
     tmp_path_factory: pytest.TempPathFactory,
@@ -205,7 +216,7 @@ def test_fp8_blocks_in_slices_that_cut_through_them(
     block: tuple[int, int],
     dim: int,
     size: int,
-    chunk: int,
+    min_run: int,
 ) -> None:
     rows, cols = (rows * size, cols) if dim == 0 else (rows, cols * size)
     weight = torch.randn(rows, cols, generator=torch.Generator().manual_seed(2)) * torch.linspace(0.1, 9.0, cols)
@@ -216,7 +227,7 @@ def test_fp8_blocks_in_slices_that_cut_through_them(
     source = SafetensorsSource(folder, config)
     expected = dequantise(stored, scales, *block)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source_module, "_CHUNK_ELEMENTS", chunk)
+        patch.setattr("sidestream.weights.safetensors_file._MIN_RUN", min_run)
         for rank in range(size):
             out = torch.full(expected.tensor_split(size, dim)[rank].shape, float("nan"))
             source.load(NAME, out, shard=Shard(dim, rank, size))
