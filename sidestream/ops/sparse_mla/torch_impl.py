@@ -57,7 +57,8 @@ def _attend(
     # Hidden entries repeat the token's first row: nothing unselected is gathered, so no pass is spent on zeroing it.
     # Only a token without rows reads one it did not select, and its result is replaced.
     safe = torch.where(hidden, rows[:, :1], rows).clamp_min_(0)
-    kv = unpack_rows(pool.index_select(0, safe.view(-1)), layout, dtype=torch.float32).view(tokens, width, -1)
+    kv = unpack_rows(pool.index_select(0, safe.view(-1)), layout, dtype=torch.float32)
+    kv = kv.view(tokens, width, layout.latent_dim + layout.rope_dim)
     scores = torch.bmm(q.float() * scale, kv.transpose(1, 2)).masked_fill_(hidden[:, None, :], -math.inf)
     weights = torch.softmax(scores, dim=2)
     # The largest weight is 1 / sum(exp(score - max)): log-sum-exp without another pass of exponentials.
