@@ -92,6 +92,8 @@ BATCHES: list[tuple[Sequence[tuple[int, int]], int]] = [
     ([(17, 1), (50, 1), (3, 1), (8, 1)], 4),
     ([(17, 2), (50, 2), (3, 2), (0, 21), (24, 8)], 3),
     ([(5, 3), (6, 3), (7, 3)], 3),
+    ([(34, 1), (52, 1), (41, 1)], 3),
+    ([(34, 2), (35, 2), (60, 2)], 3),
 ]
 
 
@@ -106,8 +108,10 @@ def test_equals_the_reference(spans: Sequence[tuple[int, int]], num_decode: int,
     for scratch_bytes in (1, 9000, 4 << 20):
         got = run(paged, q, weights, keys, num_decode=num_decode, kpool=kpool, scratch_bytes=scratch_bytes)
         assert torch.equal(got, want), scratch_bytes
-    as_prefill = run(paged, q, weights, keys, num_decode=0, kpool=kpool)
-    assert torch.equal(as_prefill, want)
+    loud = torch.where(keys.isnan(), torch.randn_like(keys) * 1e3, keys)  # NaN alone could pass for hidden
+    for decodes in (num_decode, 0):
+        assert torch.equal(run(paged, q, weights, keys, num_decode=decodes, kpool=kpool), want)
+        assert torch.equal(run(paged, q, weights, loud, num_decode=decodes, kpool=kpool), want)
 
 
 @pytest.mark.parametrize("length", range(1, 22))
