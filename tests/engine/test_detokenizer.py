@@ -73,6 +73,26 @@ def test_a_real_character_survives_after_a_long_run_of_broken_bytes() -> None:
     assert text.count(REPLACEMENT) == 100
 
 
+class BytesTokenizer:
+    """A tokenizer without a fast backend, whose tokens are any bytes."""
+
+    def __init__(self, *tokens: bytes) -> None:
+        self.tokens = tokens
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        assert not clean_up_tokenization_spaces
+        return b"".join(self.tokens[i] for i in ids).decode("utf-8", errors="replace")
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 4), max_size=80))
+def test_tokens_of_letters_and_broken_bytes_show_each_letter_once(ids: list[int]) -> None:
+    tokenizer = BytesTokenizer(b"a\xf0", b"\xf0", b"\x9f\x99\x82", b"b", b"")
+    pieces = run(IncrementalDetokenizer(tokenizer, SamplingParams()), ids)
+    whole = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert "".join(pieces) == whole
+
+
 def pre_byte(byte: int) -> str:
     """The printable character that stands for a byte in a byte-level vocabulary (0xA1 to 0xFF: itself)."""
     return chr(byte)
@@ -157,9 +177,12 @@ def test_byte_fallback_keeps_spaces_and_characters_over_any_window() -> None:
         assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def test_cost_is_linear_in_the_output() -> None:
+@pytest.mark.parametrize("kind", ["text", "special", "broken"])
+def test_cost_is_linear_in_the_output(kind: str) -> None:
     tokenizer = byte_level()
-    ids = tokenizer.encode(CORPUS[0] * 400)
+    repeated = {"special": tokenizer.eos_token_id, "broken": tokenizer.convert_tokens_to_ids(pre_byte(0xFF))}
+    ids = [repeated[kind]] * 8_000 if kind in repeated else tokenizer.encode(CORPUS[0] * 400)
+    assert len(ids) >= 8_000
 
     def seconds(count: int) -> float:
         detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(stop=["never"]))

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidestream.core.sampling_params import SamplingParams
+from sidestream.engine import sampler as sampler_module
 from sidestream.engine.random_stream import uniform
 from sidestream.engine.sampler import Sampler, SamplingRow
 
@@ -125,7 +126,7 @@ def test_a_row_is_the_same_alone_and_among_others(vocab: int) -> None:
         SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5, logit_bias={5: 3.0}),
         SamplingParams(temperature=0, presence_penalty=1.0, min_tokens=4, logprobs=5),
     ]
-    logits = random_logits(17, vocab, seed=vocab)
+    logits = random_logits(17, vocab, seed=vocab) - 500.0 * torch.arange(17).unsqueeze(1)
     rows = [
         make_row(kinds[i % len(kinds)], seed=i, prompt=range(i + 1), outputs=range(i % 5), mask=(1, 2))
         for i in range(17)
@@ -179,6 +180,17 @@ def test_tokens_are_distributed_as_the_probabilities_say(params: SamplingParams)
     # Wilson and Hilferty: 0.1 % of right samples pass this
     limit = freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3
     assert chi_square < limit
+
+
+@pytest.mark.parametrize(("u", "want"), [(0.0, 2), (1.0 - 2.0**-53, 7)])
+def test_the_ends_of_the_unit_interval_fall_on_possible_tokens(
+    monkeypatch: pytest.MonkeyPatch, u: float, want: int
+) -> None:
+    monkeypatch.setattr(sampler_module, "uniform", lambda seed, index: u)
+    logits = random_logits(1, 10)
+    logits[0, [0, 1, 8, 9]] = -math.inf
+    for params in (SamplingParams(), SamplingParams(top_k=6), SamplingParams(top_p=0.999999, top_k=6)):
+        assert Sampler(10).sample(logits, [make_row(params)]).token_ids == [want]
 
 
 def test_top_k_and_top_p_keep_the_lowest_ids_of_equal_ones() -> None:

@@ -71,6 +71,7 @@ class FakeEngine:
     depth: int = 0
     scheduler: Scheduler = field(init=False)
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    prompts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     outputs: dict[str, list[int]] = field(default_factory=dict)
     reasons: dict[str, FinishReason] = field(default_factory=dict)
     rows: dict[int, int] = field(default_factory=dict)
@@ -84,6 +85,7 @@ class FakeEngine:
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
         self.tokens[request.request_id] = list(request.prompt_token_ids)
+        self.prompts[request.request_id] = request.prompt_token_ids
         self.outputs[request.request_id] = []
 
     def abort(self, name: str) -> bool:
@@ -127,6 +129,8 @@ class FakeEngine:
             assert len(own) == chunk.length, "a chunk runs past the known tokens"
             assert chunk.samples == (chunk.end == len(known)), chunk
             assert not chunk.is_decode or (chunk.length == 1 and chunk.start > 0), chunk
+            committed = len(self.prompts[chunk.request_id]) + len(self.outputs[chunk.request_id])
+            assert chunk.is_decode or chunk.end <= committed, "only a decode may run a token that is still unknown"
             history = tuple(known[: chunk.end])
             if self.config.uses_blocks:
                 assert 0 not in chunk.block_ids, chunk

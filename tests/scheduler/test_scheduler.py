@@ -173,18 +173,22 @@ def test_the_latest_is_preempted_recomputed_and_not_sampled_again() -> None:
 
 
 def test_a_preempted_sequence_waits_until_it_fits_whole_and_keeps_its_place() -> None:
-    engine = FakeEngine(make_config(num_blocks=9, max_num_batched_tokens=32))
-    for name in ("early", "late"):
-        engine.add(make_request(name, 12, max_tokens=12))
+    # 10 blocks; when "late" (12 tokens and what it generated) is preempted, "early" leaves it blocks for a first chunk
+    # of 4 tokens long before there is room for all of it
+    engine = FakeEngine(make_config(num_blocks=11, max_num_batched_tokens=6))
+    requests = [make_request(name, 16, max_tokens=20) for name in ("early", "late")]
+    for request in requests:
+        engine.add(request)
     while engine.scheduler.num_preemptions == 0:
         engine.step()
+    assert engine.scheduler.num_free_blocks > 1
     engine.add(make_request("new", 2, max_tokens=1))
     engine.run()
     assert engine.scheduler.num_preemptions == 1
-    order = []
-    for step in engine.steps:
-        order += [c.request_id for c in step.chunks if c.start == 0]
+    order = [c.request_id for step in engine.steps for c in step.chunks if c.start == 0]
     assert order == ["early", "late", "late", "new"]
+    for request in requests:
+        assert engine.outputs[request.request_id] == solo_run(request, engine.config)[0]
 
 
 def test_admission_leaves_the_watermark_free() -> None:
