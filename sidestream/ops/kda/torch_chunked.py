@@ -141,17 +141,16 @@ def _run(
     decay = _by_chunk(g.float(), layout)  # [N * H, C, K]
     gain = _by_chunk(beta.float().unsqueeze(2), layout)  # [N * H, C, 1]
     value = _by_chunk(v.float(), layout)  # [N * H, C, V]
-    scores, decay = _scores(kq, decay)
+    scores, since, until = _scores(kq, decay)
     key, query = kq.unbind(2)
 
-    last = decay[:, -1:]
-    reach = decay.exp()
+    reach = since.exp()
     written = torch.cat((value, key * reach), dim=2).mul_(gain)
     written = torch.linalg.solve_triangular(scores[:, :, 0] * gain, written, upper=False, unitriangular=True)
-    tail = key * torch.exp(last - decay)
+    tail = key * until.exp_()
     added, turned = torch.bmm(tail.transpose(1, 2), written).split((V, K), dim=2)
     turned = turned.neg()
-    turned.diagonal(dim1=1, dim2=2).add_(last.squeeze(1).exp())
+    turned.diagonal(dim1=1, dim2=2).add_(reach[:, -1])
 
     before, final = _scan(added.view(N, H, K, V), turned.view(N, H, K, K), initial, layout)
     before = before.view(N * H, K, V)
@@ -170,31 +169,33 @@ def _by_chunk(x: torch.Tensor, layout: _Layout) -> torch.Tensor:
     return by_chunk.view(layout.total * x.shape[1], layout.size, *x.shape[2:])
 
 
-def _scores(kq: torch.Tensor, decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A and P of every chunk, and log decay summed from the chunk's start.
+def _scores(kq: torch.Tensor, decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A and P of every chunk, and log decay summed from the chunk's start and to its end.
 
     Args:
-        kq: [B, C, 2, K], decay: [B, C, K] a token, overwritten.
+        kq: [B, C, 2, K]; decay: [B, C, K] a token, overwritten.
     Returns:
-        ([B, C, 2, C]: row i's A, strictly lower, and its P, lower; [B, C, K]).
+        scores [B, C, 2, C]: row i's A, strictly lower, and its P, lower;
+        since [B, C, K]: sum up to the token, itself included; until [B, C, K]: sum of the tokens behind it.
     """
     B, C, _, K = kq.shape
     scores = kq.new_zeros(B, C, 2, C)
     scores[:, :, 1].diagonal(dim1=1, dim2=2).copy_(torch.linalg.vecdot(kq[:, :, 0], kq[:, :, 1]))
+    since, until = decay, torch.zeros_like(decay)
     half = 1
     while half < C:
         blocks = B * C // (2 * half)
-        halves = decay.view(blocks, 2, half, K)
-        left, right = halves.unbind(1)
-        middle = left[:, -1:]
-        rows, columns = kq.view(blocks, 2, half, 2, K).select(1, 1), kq.view(blocks, 2, half, 2, K)[:, 0, :, 0]
-        rows = rows * right.exp().unsqueeze(2)
-        columns = columns * torch.exp(middle - left)
+        tokens = kq.view(blocks, 2, half, 2, K)
+        since_left, since_right = since.view(blocks, 2, half, K).unbind(1)
+        until_left = until.view(blocks, 2, half, K)[:, 0]
+        rows = tokens[:, 1] * since_right.exp().unsqueeze(2)
+        columns = tokens[:, 0, :, 0] * until_left.exp()
         square = torch.bmm(rows.view(blocks, 2 * half, K), columns.transpose(1, 2))
         _lower_squares(scores, half).copy_(square.view(B, -1, half, 2, half))
-        right += middle
+        until_left += since_right[:, -1:]
+        since_right += since_left[:, -1:]
         half *= 2
-    return scores, decay
+    return scores, since, until
 
 
 def _lower_squares(scores: torch.Tensor, half: int) -> torch.Tensor:

@@ -40,7 +40,7 @@ def short_conv(x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, *, pl
             block = slice(first, first + CONV_BLOCK)
             out[block] = _convolve(source, taps, plan.window_rows[block])
     kept = x if plan.keep_tokens.shape[0] == T else x.index_select(0, plan.keep_tokens)
-    state.index_copy_(0, plan.keep_rows, kept.to(state.dtype))
+    _store(state, plan.keep_rows, kept.to(state.dtype))
     return F.silu(out, inplace=True).to(x.dtype)
 
 
@@ -102,21 +102,48 @@ def recurrent(
     versions = state.shape[1]
     memory = state.view(-1, H, K, V)
     rows = slots if versions == 1 else torch.add(start % versions, slots, alpha=versions)
-    now = memory.index_select(0, rows).masked_fill_(start.eq(0).view(R, 1, 1, 1), 0.0)
+    now = memory.index_select(0, rows)
+    _forget_fresh(now, start)
     heads = now.view(R * H, K, V)
-    kq = torch.stack((k.transpose(0, 1), q.transpose(0, 1)), dim=3).float()  # [n, R, H, 2, K]
+    kq = torch.stack((k, q)).float()
     kq.mul_(inverse_l2(kq, L2_EPS))
-    kept = g.exp().unsqueeze(4)  # [R, n, H, K, 1]
+    key, query = kq.unbind(0)
+    keys, queries = _steps(key, (R * H, 1, K)), _steps(query, (R * H, 1, K))
+    values, betas = _steps(v.float(), (R * H, 1, V)), _steps(beta.float(), (R * H, 1, 1))
     outputs = []
-    for i in range(n):
-        keys, queries = kq[i].view(R * H, 2, K).split(1, dim=1)
-        now.mul_(kept[:, i])
-        value = v[:, i].reshape(R * H, 1, V).float()
-        error = torch.baddbmm(value, keys, heads, alpha=-1).mul_(beta[:, i].reshape(R * H, 1, 1))
-        heads.baddbmm_(keys.transpose(1, 2), error)
-        outputs.append(torch.baddbmm(value, queries, heads, beta=0, alpha=K**-0.5).view(R, H, V))
+    for i, kept in enumerate(_steps(g.exp(), (R * H, K, 1))):
+        heads.mul_(kept)
+        error = torch.baddbmm(values[i], keys[i], heads, alpha=-1).mul_(betas[i])
+        heads.addcmul_(keys[i].view(R * H, K, 1), error)
+        outputs.append(torch.baddbmm(error, queries[i], heads, beta=0, alpha=K**-0.5))
         if versions > 1:
             rows = torch.add((start + (i + 1)) % versions, slots, alpha=versions)
-        memory.index_copy_(0, rows, now)
-    out = outputs[0].unsqueeze(1) if n == 1 else torch.stack(outputs, dim=1)
-    return out.to(v.dtype)
+        _store(memory, rows, now)
+    out = outputs[0] if n == 1 else torch.stack(outputs).view(n, R, H, V).transpose(0, 1)
+    return out.reshape(R, n, H, V).to(v.dtype)
+
+
+def _steps(x: torch.Tensor, shape: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
+    """[R, n, H, ..] -> n tensors of ``shape`` [R * H, ..], contiguous."""
+    if x.shape[1] == 1:
+        return (x.reshape(shape),)
+    return tuple(x.transpose(0, 1).reshape(x.shape[1], *shape).unbind(0))
+
+
+def _forget_fresh(now: torch.Tensor, start: torch.Tensor) -> None:
+    """Zero the states [R, ..] of requests that start at position 0, by writing: what is there may be NaN.
+
+    Masked writes and ``index_copy_`` cost torch 20 us each on a CPU for 128 KiB, numpy 2 and 5.
+    """
+    if now.device.type == "cpu":
+        now.numpy()[start.numpy() == 0] = 0.0
+    else:
+        now.masked_fill_(start.eq(0).view(-1, 1, 1, 1), 0.0)
+
+
+def _store(memory: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """Write ``values`` to rows of memory, of one dtype."""
+    if memory.device.type == "cpu" and memory.dtype == torch.float32:
+        memory.numpy()[rows.numpy()] = values.numpy()
+    else:
+        memory.index_copy_(0, rows, values)

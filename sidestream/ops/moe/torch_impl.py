@@ -131,7 +131,20 @@ def swiglu(gate_up: torch.Tensor, *, limit: float | None) -> torch.Tensor:
     Returns:
         [T, I] in ``gate_up.dtype``, new memory.
     """
-    gate, up = gate_up.chunk(2, dim=-1)
     if limit is None:
+        gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
-    return F.silu(gate.clamp(max=limit), inplace=True).mul_(up.clamp(min=-limit, max=limit))
+    low, high = _swiglu_bounds(gate_up.shape[-1], limit, gate_up.dtype, gate_up.device)
+    gate, up = torch.clamp(gate_up, min=low, max=high).chunk(2, dim=-1)
+    return F.silu(gate, inplace=True).mul_(up)
+
+
+@lru_cache(maxsize=8)
+def _swiglu_bounds(
+    width: int, limit: float, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lower bounds [width]: none for the gate half, ``-limit`` for the up half; upper bounds [width]."""
+    with torch.inference_mode(False):
+        low = torch.full((width,), -limit, dtype=dtype, device=device)
+        low[: width // 2] = float("-inf")
+        return low, torch.full((width,), limit, dtype=dtype, device=device)

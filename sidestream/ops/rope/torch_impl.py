@@ -1,4 +1,4 @@
-"""The rotation as one complex product, which is two to four times as fast as products of halves on a CPU."""
+"""The rotation: one complex product where pairs are adjacent, which is two to four times as fast as products of halves."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interle
     """
     half = cos.shape[-1]
     assert x.shape[-1] == 2 * half, f"{x.shape[-1]} dimensions cannot be rotated by {half} angles"
-    turn = torch.complex(cos, sin)
     if x.dim() == 3:
-        turn = turn.unsqueeze(1)
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     if interleaved:
         pairs = torch.view_as_complex(torch.unflatten(_even_strides(x), -1, (half, 2)))
-        return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
-    wide = x.float()
-    turned = torch.complex(wide[..., :half], wide[..., half:]).mul_(turn)
-    return torch.cat((turned.real, turned.imag), dim=-1).to(x.dtype)
+        return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2).to(x.dtype)
+    first, second = x.float().chunk(2, dim=-1)
+    turned = (first * cos).addcmul_(second, sin, value=-1), (second * cos).addcmul_(first, sin)
+    return torch.cat(turned, dim=-1).to(x.dtype)
 
 
 def _even_strides(x: torch.Tensor) -> torch.Tensor:
