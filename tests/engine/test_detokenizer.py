@@ -2,7 +2,7 @@ import random
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sidestream.core.request import FinishReason
@@ -86,6 +86,8 @@ class BytesTokenizer:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 4), max_size=80))
+@example([0] * 60)
+@example([0, 4] * 40 + [1, 2, 3])
 def test_tokens_of_letters_and_broken_bytes_show_each_letter_once(ids: list[int]) -> None:
     tokenizer = BytesTokenizer(b"a\xf0", b"\xf0", b"\x9f\x99\x82", b"b", b"")
     pieces = run(IncrementalDetokenizer(tokenizer, SamplingParams()), ids)
