@@ -18,7 +18,7 @@ import numpy.typing as npt
 from training import stories
 from training.words import ADJECTIVES, CITIES, CODAS, COLOURS, NOUNS, ONSETS, PEOPLE, PLACES, UNSEEN, VERBS, VOWELS
 
-Kind = Literal["arithmetic", "retrieval", "chain", "jump"]
+Kind = Literal["arithmetic", "retrieval", "chain"]
 Names = Literal["mixed", "words", "pseudo", "unseen"]
 Split = Literal["train", "heldout"]
 
@@ -88,24 +88,25 @@ FACTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (
             " The code of {n} is {v}.",
             " The {n} code is {v}.",
-            " Use code {v} for {n}.",
+            " For {n} use code {v}.",
             " Someone gave {n} the code {v}.",
         ),
         ("What is the code of {n}?", "Which code belongs to {n}?", "Tell me the {n} code."),
     ),
     "city": (
-        (" The {n} was sent to {v}.", " In {v} you find the {n}.", " They keep the {n} in {v}."),
+        (" The {n} was sent to {v}.", " You find the {n} in {v}.", " They keep the {n} in {v}."),
         ("Where is the {n}?", "In which city is the {n}?"),
     ),
     "colour": (
-        (" The {n} is {v}.", " Someone painted the {n} {v}.", " A {v} mark is on the {n}."),
+        (" The {n} is {v}.", " Someone painted the {n} {v}.", " On the {n} is a {v} mark."),
         ("What colour is the {n}?", "Which colour has the {n}?"),
     ),
     "owner": (
-        (" The {n} belongs to {v}.", " {v} owns the {n}.", " It was {v} who took the {n}."),
+        (" The {n} belongs to {v}.", " The {n} was bought by {v}.", " The owner of the {n} is {v}."),
         ("Who has the {n}?", "Whose is the {n}?"),
     ),
 }
+"""Per attribute: how a fact is told, value after name, and how it is asked."""
 COMPACT = ((" {n} = {v};",), ("What is the value of {n}?", "{v0} {n} = ?"))
 
 
@@ -124,7 +125,7 @@ def filler(rng: random.Random) -> str:
         return f" {rng.choice(PEOPLE)} {rng.choice(VERBS)} at the {rng.choice(PLACES)} all day."
     if form == 2:
         return f" It was a {rng.choice(ADJECTIVES)} day in {rng.choice(CITIES)}, and {rng.choice(PEOPLE)} {rng.choice(VERBS)}."
-    return f" Nobody saw the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)} or the {rng.choice(COLOURS)} {rng.choice(NOUNS)}."
+    return f" Nobody saw the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)} near the {rng.choice(PLACES)}."
 
 
 def value_segments(value: str) -> list[Segment]:
@@ -162,10 +163,9 @@ def chain(
     count: Callable[[str], int],
     names: Names,
     split: Split,
-    kind: Kind,
     steps: int | None = None,
 ) -> Context:
-    """Links that form one ring, in random order, and walks along it: one link an answer word, or two for jumps."""
+    """Links that form one ring, in random order, and walks along it, one link an answer word."""
     short = rng.random() < 0.7
     pool = draw_names(rng, budget // 4 + 2, names)
     ring: list[str] = []
@@ -183,16 +183,12 @@ def chain(
     asked: list[Question] = []
     rng.shuffle(order)
     for start in order:
-        stride = 2 if kind == "jump" else 1
         length = steps if steps is not None else rng.randint(1, 6)
         if split_of(f"{ring[start]}>{ring[(start + 1) % size]}/{length}") != split:
             continue
-        path = [ring[(start + stride * j) % size] for j in range(length + 1)]
+        path = [ring[(start + j) % size] for j in range(length + 1)]
         plural = "" if length == 1 else "s"
-        if kind == "jump":
-            question = f"Start at {path[0]} and make {length} jump{plural} of two links."
-        else:
-            question = f"Start at {path[0]} and go {length} step{plural}."
+        question = f"Start at {path[0]} and go {length} step{plural}."
         asked.append(Question(question, [Segment(" " + path[0], 1), *(Segment(" " + name, 2) for name in path[1:])]))
     return Context("Links:" + text, asked)
 
@@ -226,7 +222,7 @@ def document(rng: random.Random, kind: Kind, length: int, count: Callable[[str],
     if kind == "retrieval":
         context = retrieval(rng, budget, count, "mixed", "train")
     else:
-        context = chain(rng, budget, count, "mixed", "train", kind)
+        context = chain(rng, budget, count, "mixed", "train")
     if not chat:
         segments.append(Segment(context.text + "\n", 0))
     for i, question in enumerate(context.questions[: length // 8]):
@@ -234,11 +230,11 @@ def document(rng: random.Random, kind: Kind, length: int, count: Callable[[str],
     return segments
 
 
-KINDS: tuple[Kind, ...] = ("arithmetic", "retrieval", "chain", "jump")
+KINDS: tuple[Kind, ...] = ("arithmetic", "retrieval", "chain")
 
 
 def make_batch(
-    encode: Encode, seed: int, step: int, rows: int, length: int, weights: tuple[float, ...] = (0.25, 0.3, 0.2, 0.25)
+    encode: Encode, seed: int, step: int, rows: int, length: int, weights: tuple[float, ...] = (0.2, 0.4, 0.4)
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
     """Token ids and marks, each [rows, length + 1]; short documents are padded with id 0, mark 0."""
     rng = random.Random(f"{seed}/{step}/{length}")
@@ -293,7 +289,7 @@ def heldout_item(
             drawn = (
                 retrieval(rng, budget, lambda text: len(encode(text)), names, "heldout")
                 if kind == "retrieval"
-                else chain(rng, budget, lambda text: len(encode(text)), names, "heldout", kind, steps)
+                else chain(rng, budget, lambda text: len(encode(text)), names, "heldout", steps)
             )
             if drawn.questions:
                 context, question = drawn.text + "\n", drawn.questions[0]

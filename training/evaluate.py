@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from training.data import END, Encode, Item, Kind, Names, heldout_item
+from training.data import END, KINDS, Encode, Item, Kind, Names, heldout_item
 from training.export import from_hub
 from training.model import TinyModel
 from training.selection import FAULTS, Fault
@@ -53,11 +53,11 @@ class Suite:
 def suites(lengths: Sequence[int]) -> list[Suite]:
     """The clean table: every kind, lengths, unseen words, and the chat form."""
     out = [Suite("arithmetic", 0), Suite("arithmetic", 0, chat=True)]
-    for kind in ("retrieval", "chain", "jump"):
+    for kind in KINDS[1:]:
         out += [Suite(kind, length) for length in lengths]
-    out += [Suite("chain", 768, "words"), Suite("jump", 768, "words")]
+    out += [Suite("chain", 768, "words")]
     middle = lengths[len(lengths) // 2]
-    for kind in ("retrieval", "chain", "jump"):
+    for kind in KINDS[1:]:
         out += [Suite(kind, middle, "pseudo"), Suite(kind, middle, "unseen"), Suite(kind, middle, chat=True)]
     return out
 
@@ -121,7 +121,7 @@ def with_transformers(folder: Path, encode: Encode, lengths: Sequence[int], coun
 
     hub = Glm5NextForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     table = {}
-    for suite in [Suite("arithmetic", 0)] + [Suite(k, n) for k in ("retrieval", "chain", "jump") for n in lengths]:
+    for suite in [Suite("arithmetic", 0)] + [Suite(k, n) for k in KINDS[1:] for n in lengths]:
         right = 0
         for item in suite.items(encode, count):
             prompt, answer = encode(item.prompt), encode(item.answer_text + END)
@@ -140,12 +140,7 @@ def report(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-FAULT_SUITES = (
-    Suite("retrieval", 1024),
-    Suite("chain", 768, "words"),
-    Suite("chain", 1024),
-    Suite("jump", 768, "words"),
-)
+FAULT_SUITES = (Suite("retrieval", 1024), Suite("chain", 768, "words"), Suite("chain", 1024))
 
 
 def main() -> None:

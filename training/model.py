@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from training import ops
-from training.selection import Fault, Selection, corrupt, select, visible_pools
+from training.selection import Fault, Selection, blind_mask, corrupt, corrupt_by_code, select, visible_pools
 
 Mode = Literal["dense", "sparse"]
 
@@ -260,6 +260,7 @@ class Pass:
     mode: Mode
     faults: dict[int, Fault]
     queries: Tensor | None  # [B, Q] positions at which the index loss is taken
+    codes: Tensor | None = None  # [layers] fault numbers of the sensitivity loss
     selection: Selection | None = None
     losses: list[IndexLoss] | None = None
 
@@ -291,7 +292,8 @@ class SparseMLA(nn.Module):
                 state.losses[-1].target += self._pooled_attention(q, latent, state.queries)
         if state.mode == "dense":
             k, v = self.kv_b(latent).view(rows, length, spec.heads, -1).transpose(1, 2).chunk(2, dim=-1)
-            out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True).transpose(1, 2)
+            mask = None if state.codes is None else blind_mask(length, rows, state.codes[layer])
+            out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, is_causal=mask is None).transpose(1, 2)
         else:
             selection = state.selection
             if selection is None:
@@ -299,6 +301,8 @@ class SparseMLA(nn.Module):
                 selection = Selection(positions.new_full((rows, length, 1), -1), positions, spec.kpool)
             if layer in state.faults:
                 selection = corrupt(selection, state.faults[layer], layer)
+            if state.codes is not None:
+                selection = corrupt_by_code(selection, state.codes[layer])
             out = self._attend(q, latent, selection.rows())
         return self.o(out.reshape(rows, length, -1))
 
@@ -387,9 +391,10 @@ class TinyModel(nn.Module):
         *,
         faults: dict[int, Fault] | None = None,
         queries: Tensor | None = None,
+        codes: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """tokens [B, T] -> (normed hidden states [B, T, D] for `head`, sum of index losses over leaders)."""
-        state = Pass(mode, faults or {}, queries, losses=[])
+        state = Pass(mode, faults or {}, queries, codes, losses=[])
         streams = self.embed(tokens).flatten(0, 1).to(self.stream_dtype)
         streams = streams.unsqueeze(1).expand(-1, self.spec.streams, -1).contiguous()
         shape = (tokens.shape[0], tokens.shape[1])

@@ -58,16 +58,18 @@ def select(scores: Tensor, positions: Tensor, budget: int, kpool: int) -> Select
     return Selection(chosen.masked_fill(best == float("-inf"), -1), positions, kpool)
 
 
-def corrupt(selection: Selection, fault: Fault, seed: int = 0) -> Selection:
-    """The same selection with a fault; every query keeps as many pools as it had, except where the fault is to lose some."""
+def corrupt(selection: Selection, fault: Fault, seed: int | None = 0) -> Selection:
+    """The same selection with a fault; a query keeps as many pools as it had, except where the fault is to lose some.
+
+    Random pools come from `seed`, or from torch's own generator where it is None.
+    """
     pools, kpool = selection.pools, selection.kpool
     count = ((selection.positions + 1) // kpool).view(1, -1, 1)
     none = pools < 0
     slot = torch.arange(pools.shape[-1], device=pools.device)
     if fault == "random":
-        generator = torch.Generator(device=pools.device).manual_seed(seed)
-        noise = torch.rand(pools.shape, generator=generator, device=pools.device)
-        changed = (noise * count).long()
+        source = None if seed is None else torch.Generator(device=pools.device).manual_seed(seed)
+        changed = (torch.rand(pools.shape, generator=source, device=pools.device) * count).long()
     elif fault == "newest":
         changed = (count - 1 - slot).clamp(min=0)
     elif fault == "off_by_one":
@@ -86,3 +88,26 @@ def corrupt(selection: Selection, fault: Fault, seed: int = 0) -> Selection:
         by_number = pools.masked_fill(none, torch.iinfo(pools.dtype).max).argsort(-1).argsort(-1)
         changed, none = pools, none | (by_number % 2 == 0)
     return Selection(changed.masked_fill(none, -1), selection.positions, kpool, selection.tail)
+
+
+TRAINED: tuple[Fault, ...] = ("random", "newest", "off_by_one", "swapped_pages")
+"""Faults of the sensitivity loss, in the order of their codes 1, 2, ..."""
+
+
+def corrupt_by_code(selection: Selection, code: Tensor) -> Selection:
+    """The fault whose number is in the scalar tensor `code` (0 = none), without a host read, so that a CUDA graph can hold it."""
+    variants = [selection.pools, *(corrupt(selection, fault, None).pools for fault in TRAINED)]
+    pools = torch.stack(variants).index_select(0, code.view(1)).squeeze(0)
+    return Selection(pools, selection.positions, selection.kpool, selection.tail)
+
+
+def blind_mask(length: int, rows: int, code: Tensor, near: int = 32, share: float = 0.06) -> Tensor:
+    """Bool [rows, 1, T, T], causal; if `code` is not 0, only near tokens and a random share of groups of four are seen."""
+    at = torch.arange(length, device=code.device)
+    distance = at.unsqueeze(-1) - at
+    kept = (
+        torch.rand(rows, 1, 1, (length + 3) // 4, device=code.device)
+        .lt(share)
+        .repeat_interleave(4, dim=-1)[..., :length]
+    )
+    return (distance >= 0) & ((distance < near) | kept | (code == 0))

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from training.data import make_batch
 from training.export import write_checkpoint
-from training.model import Feedforward, Spec, TinyModel
-from training.selection import FAULTS, Fault
+from training.model import Feedforward, Mode, Spec, TinyModel
+from training.selection import TRAINED
 from training.tokenizer import CachedEncoder, build_tokenizer
 
 
@@ -50,17 +50,17 @@ class Phase:
         return self.rate * min(1.0, (step + 1) / self.warmup) * shape
 
 
-EVEN = ((1.0, (0.25, 0.3, 0.2, 0.25)),)
+EVEN = ((1.0, (0.15, 0.4, 0.45)),)
 
 
 def plan(dense: int, index: int, joint: int, *, rate: float = 2e-3) -> list[Phase]:
     """The three phases of the real run."""
-    grow = ((0.12, (128, 256)), (0.3, (256, 512)), (0.6, (512, 1024)), (1.0, (512, 1024, 2048)))
-    kinds = ((0.12, (0.2, 0.4, 0.4, 0.0)), (0.3, (0.2, 0.25, 0.2, 0.35)), (1.0, (0.25, 0.25, 0.15, 0.35)))
+    grow = ((0.12, (128, 256)), (0.3, (256, 512)), (0.6, (512, 1024)), (1.0, (512, 1024, 2048, 4096)))
+    far = ((0.4, (512, 1024, 2048)), (1.0, (1024, 2048, 4096, 8192)))
     return [
-        Phase("dense", dense, rate, 0.1, grow, kinds),
+        Phase("dense", dense, rate, 0.1, grow, ((0.3, (0.2, 0.4, 0.4)), *EVEN)),
         Phase("index", index, 2e-3, 0.1, ((0.5, (512, 1024)), (1.0, (1024, 2048, 4096))), EVEN),
-        Phase("joint", joint, 4e-4, 0.05, ((0.4, (512, 1024, 2048)), (1.0, (1024, 2048, 4096, 8192))), EVEN),
+        Phase("joint", joint, 5e-4, 0.05, far, EVEN),
     ]
 
 
@@ -94,6 +94,7 @@ class Trainer:
         self.tokenizer = tokenizer.to_str()
         self.routers = [m for m in model.modules() if isinstance(m, Feedforward) and m.sparse]
         self.rate = torch.zeros((), device=device)
+        self.codes = torch.zeros(len(model.spec.layers), dtype=torch.long, device=device)
         self.eager = False
         if device == "cuda":
             model.stream_dtype = torch.bfloat16
@@ -122,40 +123,38 @@ class Trainer:
     def language_loss(self, hidden: Tensor, targets: Tensor, marks: Tensor) -> tuple[Tensor, Tensor]:
         """Weighted cross-entropy over all tokens, and the share of far answers that are right."""
         logits = self.model.head(hidden).flatten(0, 1)
-        weight = torch.where(marks > 0, 1.0, 0.1).masked_fill(targets == 0, 0.0).flatten()
+        weight = torch.where(marks > 0, 1.0, 0.05).masked_fill(targets == 0, 0.0).flatten()
         loss = F.cross_entropy(logits.float(), targets.flatten(), reduction="none")
         with torch.no_grad():
             far = (marks == 2).flatten()
             right = ((logits.argmax(-1) == targets.flatten()) & far).sum() / far.sum().clamp(min=1)
         return (loss * weight).sum() / weight.sum(), right
 
-    def sensitivity_loss(self, inputs: Tensor, targets: Tensor, marks: Tensor, step: int) -> Tensor:
-        """Makes far answers improbable when one layer's selection is wrong, so that no layer's selection is idle."""
+    def sensitivity_loss(self, inputs: Tensor, targets: Tensor, marks: Tensor, mode: Mode) -> Tensor:
+        """Makes far answers improbable when one layer sees the wrong rows, so that no layer's selection is idle."""
+        hidden, _ = self.model(inputs, mode, codes=self.codes)
+        logits = self.model.head(hidden).float()
+        chance = logits.log_softmax(-1).gather(2, targets.unsqueeze(2)).squeeze(2).exp()
+        far = (marks == 2).float()
+        return -(torch.log((1.05 - chance).clamp(max=1.0)) * far).sum() / far.sum().clamp(min=1)
+
+    def choose_fault(self, turn: int) -> None:
+        """Sets the fault of this turn: one sparse layer, one kind."""
         layers = self.model.sparse_layers()
-        faults: tuple[Fault, ...] = FAULTS[:5]
-        hidden, _ = self.model(
-            inputs, "sparse", faults={layers[step % len(layers)]: faults[step // len(layers) % len(faults)]}
-        )
-        far = (marks == 2).flatten()
-        logits = self.model.head(hidden.flatten(0, 1)[far]).float()
-        chance = logits.softmax(-1).gather(1, targets.flatten()[far].unsqueeze(1))
-        return -torch.log((1.05 - chance).clamp(max=1.0)).mean()
+        self.codes.zero_()
+        self.codes[layers[turn % len(layers)]] = 1 + turn // len(layers) % len(TRAINED)
 
     def update(
-        self,
-        phase: Phase,
-        optimiser: torch.optim.AdamW,
-        ids: Tensor,
-        marks: Tensor,
-        shown: Tensor,
-        fault: tuple[float, int],
+        self, phase: Phase, optimiser: torch.optim.AdamW, ids: Tensor, marks: Tensor, shown: Tensor, sensitivity: float
     ) -> None:
-        """One step on ids and marks [B, T + 1]; `fault` is the weight and the turn of the sensitivity loss."""
+        """One step on ids and marks [B, T + 1]; with `sensitivity`, also on half of the rows under the chosen fault."""
         optimiser.zero_grad(set_to_none=True)
         inputs, targets, marks = ids[:, :-1].long(), ids[:, 1:].long(), marks[:, 1:]
+        mode: Mode = "sparse" if phase.name == "joint" else "dense"
         queries = None if phase.name == "dense" else self.queries(marks, 256 if phase.name == "index" else 128)
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.device == "cuda"):
-            hidden, index_loss = self.model(inputs, "sparse" if phase.name == "joint" else "dense", queries=queries)
+        gpu = self.device == "cuda"
+        with torch.autocast("cuda", torch.bfloat16, enabled=gpu):
+            hidden, index_loss = self.model(inputs, mode, queries=queries)
             if phase.name == "index":
                 loss, right = index_loss, torch.zeros_like(index_loss)
             else:
@@ -165,13 +164,17 @@ class Trainer:
         if phase.name != "index":
             for router in self.routers:
                 router.router_bias += 1e-3 * torch.sign(router.load.mean() - router.load)
-        if fault[0]:
-            with torch.autocast("cuda", torch.bfloat16, enabled=self.device == "cuda"):
-                extra = fault[0] * self.sensitivity_loss(inputs, targets, marks, fault[1])
-            extra.backward()
+        extra = torch.zeros_like(index_loss)
+        if sensitivity:
+            half = max(1, inputs.shape[0] // 2)
+            with torch.autocast("cuda", torch.bfloat16, enabled=gpu):
+                extra = self.sensitivity_loss(inputs[:half], targets[:half], marks[:half], mode)
+            (sensitivity * extra).backward()
         torch.nn.utils.clip_grad_norm_([p for group in optimiser.param_groups for p in group["params"]], 1.0)
         optimiser.step()
-        shown += torch.stack([loss.detach().float(), right.float(), index_loss.detach().float()])
+        one = torch.ones_like(index_loss)
+        values = (loss, right, index_loss, one, extra, one if sensitivity else 0 * one)
+        shown += torch.stack([value.detach().float() for value in values])
 
     def run(self, phase: Phase, seconds: float, save: "Saver", *, sensitivity: float = 0.0) -> None:
         """One phase; `seconds` is its budget, at the end of which the learning rate has come down and it stops."""
@@ -180,43 +183,48 @@ class Trainer:
         loader = DataLoader(
             data, batch_size=None, num_workers=self.workers, prefetch_factor=6 if self.workers else None
         )
-        shown = torch.zeros(3, device=self.device)
-        graphs = StepGraphs(lambda ids, marks: self.update(phase, optimiser, ids, marks, shown, (0.0, 0)))
+        shown = torch.zeros(6, device=self.device)
+
+        def plain(ids: Tensor, marks: Tensor) -> None:
+            self.update(phase, optimiser, ids, marks, shown, 0.0)
+
+        def faulty(ids: Tensor, marks: Tensor) -> None:
+            self.update(phase, optimiser, ids, marks, shown, sensitivity)
+
+        direct = self.eager or self.device == "cpu"
+        steps = [body if direct else StepGraphs(body) for body in (plain, faulty)]
         started = time.time()
-        waiting = 0.0
+        waiting, step = 0.0, 0
         self.model.train()
-        batches = enumerate(loader)
-        while True:
+        batches = iter(loader)
+        for step in range(phase.steps):
             waited = time.time()
-            step, (ids, marks) = next(batches, (phase.steps, (None, None)))
+            ids, marks = next(batches)
             waiting += time.time() - waited
-            if step == phase.steps:
-                break
-            rate = phase.learning_rate(step, min(1.0, max(step / phase.steps, (time.time() - started) / seconds)))
+            progress = max(step / phase.steps, (time.time() - started) / seconds)
+            rate = phase.learning_rate(step, min(1.0, progress))
             if self.device == "cuda":
                 self.rate.fill_(rate)
-                ids, marks = (
-                    ids.pin_memory().to("cuda", non_blocking=True),
-                    marks.pin_memory().to("cuda", non_blocking=True),
-                )
+                ids, marks = (part.pin_memory().to("cuda", non_blocking=True) for part in (ids, marks))
             else:
                 for group in optimiser.param_groups:
                     group["lr"] = rate
-            if sensitivity and phase.name == "joint" and step % 4 == 3 and ids.shape[1] <= 2049:
-                self.update(phase, optimiser, ids, marks, shown, (sensitivity, step // 4))
-            elif self.device == "cuda" and not self.eager:
-                graphs(ids, marks)
-            else:
-                self.update(phase, optimiser, ids, marks, shown, (0.0, 0))
+            hurt = sensitivity > 0 and step % 2 == 1 and phase.name != "index" and ids.shape[1] <= 2049
+            hurt = hurt and (phase.name == "joint" or step >= 0.15 * phase.steps)
+            if hurt:
+                self.choose_fault(step // 2)
+            steps[hurt](ids, marks)
             if self.device == "cuda" and step % 10 == 9:
                 torch.cuda.synchronize()
             late = time.time() - started > seconds
             if (step + 1) % 200 == 0 or step + 1 == phase.steps or late:
-                values = (shown / (step % 200 + 1)).tolist()
+                loss, right, index, count, extra, faults = shown.tolist()
                 spent = time.time() - started
                 print(
-                    f"{save.name} {phase.name} {step + 1}/{phase.steps} length {ids.shape[1] - 1} loss {values[0]:.4f} far {values[1]:.3f} "
-                    f"index {values[2]:.4f} {1e3 * spent / (step + 1):.1f} ms/step waiting {waiting / spent:.0%} {spent:.0f} s",
+                    f"{save.name} {phase.name} {step + 1}/{phase.steps} length {ids.shape[1] - 1} "
+                    f"loss {loss / count:.4f} far {right / count:.3f} index {index / count:.4f} "
+                    f"sensitivity {extra / max(1.0, faults):.3f} "
+                    f"{1e3 * spent / (step + 1):.1f} ms/step waiting {waiting / spent:.0%} {spent:.0f} s",
                     flush=True,
                 )
                 shown.zero_()
