@@ -1,18 +1,19 @@
 """Chunked prefill of Kimi Delta Attention: all chunks of all sequences at once, then one small product a chunk.
 
-Notation, for one head and one chunk of C tokens: ``c_i`` is the log decay summed from the chunk's start to token i. With
+Notation, for one head and one chunk of C tokens: ``c_i`` is the log decay summed from the chunk's start to token i.
+With
 
     A[i, j] = sum over channels of k_i * k_j * exp(c_i - c_j)   for j < i
     P[i, j] = sum over channels of q_i * k_j * exp(c_i - c_j)   for j <= i
 
-what token i writes is row i of ``u - w S`` with ``[u | w] = (1 + beta A)^-1 beta [v | k exp(c)]`` and S the state before
-the chunk. So a chunk maps S to ``(diag(exp(c_C)) - k~^T w) S + k~^T u`` with ``k~ = k exp(c_C - c)``, and that map is
-all that has to run chunk after chunk. (Kimi Linear, arXiv 2510.26692, section 3; the WY form of DeltaNet.)
+what token i writes is row i of ``u - w S``, where ``[u | w] = (1 + beta A)^-1 beta [v | k exp(c)]`` and S is the state
+before the chunk. So a chunk maps S to ``(diag(exp(c_C)) - k~^T w) S + k~^T u`` with ``k~ = k exp(c_C - c)``, and that
+map is all that has to run chunk after chunk. (Kimi Linear, arXiv 2510.26692, section 3; the WY form of DeltaNet.)
 
 A and P are built by halves: a block of 2s tokens is its two halves, known already, and the square where rows of the
-right half look at columns of the left. There ``exp(c_i - c_j)`` is split at the middle, ``exp(c_i - c_m) exp(c_m - c_j)``,
-and neither exponent is ever positive: nothing overflows, however fast the gate forgets, and every sum of log decays
-starts next to where it is used, so none loses digits to a long prefix.
+right half look at columns of the left. There ``exp(c_i - c_j)`` is split at the middle m into ``exp(c_i - c_m)`` and
+``exp(c_m - c_j)``. Neither exponent is ever positive, so nothing overflows however fast the gate forgets; and both are
+summed outwards from the middle, so none loses digits as the difference of two long prefix sums.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def chunked(
     Args:
         q, k: [T, H, K], v: [T, H, V], any float dtype; strides are free.
         g: [T, H, K] fp32 log decay, <= 0; beta: [T, H], after its sigmoid.
-        state: [slots, versions, H, K, V] fp32, contiguous; read at version ``start % versions`` of the slot unless start
-            is 0, written at ``(start + length) % versions`` alone.
+        state: [slots, versions, H, K, V] fp32, contiguous; read at version ``start % versions`` of the slot unless
+            start is 0, written at ``(start + length) % versions`` alone.
         slots: distinct.
         starts: position of each sequence's first token here.
         lengths: >= 1 each, T together.
@@ -203,7 +204,9 @@ def _lower_squares(scores: torch.Tensor, half: int) -> torch.Tensor:
     B, C = scores.shape[:2]
     step = 2 * half
     return scores.as_strided(
-        (B, C // step, half, 2, half), (2 * C * C, step * 2 * C + step, 2 * C, C, 1), scores.storage_offset() + half * 2 * C
+        (B, C // step, half, 2, half),
+        (2 * C * C, step * 2 * C + step, 2 * C, C, 1),
+        scores.storage_offset() + half * 2 * C,
     )
 
 

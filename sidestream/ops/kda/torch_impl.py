@@ -28,7 +28,9 @@ def short_conv(x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, *, pl
         [T, C] in ``x.dtype``, contiguous.
     """
     T, C = x.shape
-    assert weight.shape == (C, plan.window), f"weight {tuple(weight.shape)} does not fit {C} channels, {plan.window} taps"
+    assert weight.shape == (C, plan.window), (
+        f"weight {tuple(weight.shape)} does not fit {C} channels, {plan.window} taps"
+    )
     carried = state.index_select(0, plan.carry_rows)
     source = torch.cat((x.new_zeros(1, C), x, carried)).float()
     taps = weight.t().float()
@@ -90,8 +92,8 @@ def recurrent(
     Args:
         q, k: [R, n, H, K], v: [R, n, H, V], any float dtype.
         g: [R, n, H, K] fp32 log decay; beta: [R, n, H], after its sigmoid.
-        state: [slots, versions, H, K, V] fp32, contiguous. Version ``p % versions`` of a slot is what the sequence knows
-            before position p, so taking back up to ``versions - 1`` tokens is setting the position back.
+        state: [slots, versions, H, K, V] fp32, contiguous. Version ``p % versions`` of a slot is what the sequence
+            knows before position p, so taking back up to ``versions - 1`` tokens is setting the position back.
         slots: [R] int64; only padding rows may share one.
         start: [R] int64, position of each request's first token. At 0 nothing of the slot is read.
     Returns:

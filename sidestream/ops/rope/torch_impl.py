@@ -1,4 +1,4 @@
-"""The rotation: one complex product where pairs are adjacent, which is two to four times as fast as products of halves."""
+"""The rotation: a complex product where pairs are adjacent, two to four times as fast as products of halves."""
 
 from __future__ import annotations
 
