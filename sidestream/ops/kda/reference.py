@@ -103,7 +103,7 @@ def _decayed_delta(
 
 
 def _read(memory: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    return _unit(q.float()) @ memory * q.shape[-1] ** -0.5
+    return (_unit(q.float()) @ memory).mul(q.shape[-1] ** -0.5)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

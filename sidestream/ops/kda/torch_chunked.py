@@ -149,7 +149,7 @@ def _run(
     written = torch.cat((value, key * reach), dim=2).mul_(gain)
     written = torch.linalg.solve_triangular(scores[:, :, 0] * gain, written, upper=False, unitriangular=True)
     tail = key * until.exp_()
-    added, turned = torch.bmm(tail.transpose(1, 2), written).split((V, K), dim=2)
+    added, turned = torch.split(torch.bmm(tail.transpose(1, 2), written), [V, K], dim=2)
     turned = turned.neg()
     turned.diagonal(dim1=1, dim2=2).add_(reach[:, -1])
 

@@ -33,7 +33,7 @@ def short_conv(x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, *, pl
     )
     carried = state.index_select(0, plan.carry_rows)
     source = torch.cat((x.new_zeros(1, C), x, carried)).float()
-    taps = weight.t().float()
+    taps = weight.float().t().contiguous()
     if T <= CONV_BLOCK:
         out = _convolve(source, taps, plan.window_rows)
     else:
