@@ -100,9 +100,7 @@ def test_every_test_file_collects_something() -> None:
     for path in python_files("tests"):
         if path.name.startswith("test_"):
             tree = ast.parse(path.read_text())
-            if not any(
-                isinstance(node, ast.FunctionDef) and node.name.startswith("test_") for node in ast.walk(tree)
-            ):
+            if not any(isinstance(node, ast.FunctionDef) and node.name.startswith("test_") for node in ast.walk(tree)):
                 empty.append(path.name)
     assert not empty, empty
 
@@ -127,19 +125,13 @@ def test_structure_page_names_every_module() -> None:
 
 @pytest.mark.parametrize("command", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]])
 def test_static_checks(command: list[str]) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    result = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_core_imports_without_optional_packages() -> None:
     """The engine's core must import where pydantic, fastapi, uvicorn, pyzmq and msgspec are missing."""
     blocked = ("pydantic", "fastapi", "uvicorn", "zmq", "msgspec", "xgrammar", "typer", "rich")
-    code = (
-        "import sys\n"
-        f"for name in {blocked!r}: sys.modules[name] = None\n"
-        "import sidestream.engine.core\n"
-    )
+    code = f"import sys\nfor name in {blocked!r}: sys.modules[name] = None\nimport sidestream.engine.core\n"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -94,7 +94,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "hc_mult": 4,
         "hc_sinkhorn_iters": 20,
         "linear_lower_bound": -5.0,
-        "swiglu_limit": 2.0,  # low enough to bite on random activations
+        "swiglu_limit": 1.0,  # low enough to bite on random activations
     },
     "glm_moe_dsa": {
         **_COMMON,
@@ -205,7 +205,7 @@ def _draw(name: str, noise: torch.Tensor) -> torch.Tensor:
     if "norm" in name:
         return 0.3 * noise if leaf == "bias" else 1.0 + 0.2 * noise
     if leaf == "e_score_correction_bias":
-        return 0.2 * noise
+        return 0.1 * noise
     if leaf == "scale":
         return 1.0 + 0.3 * noise
     if leaf in ("A_log", "dt_bias", "base", "index_kpool_compress_ape"):
@@ -218,7 +218,7 @@ def _draw(name: str, noise: torch.Tensor) -> torch.Tensor:
         return 0.5 * noise
     if leaf == "fn":
         return noise * noise.shape[-1] ** -0.5
-    return noise * 1.2 * noise.shape[-1] ** -0.5  # linears by fan-in; a little more, so that clamps and gates bite
+    return noise * 0.85 * noise.shape[-1] ** -0.5  # by fan-in; a gain of 1.2 made the oracle differ from itself by 8e-5
 
 
 def save_checkpoint(model: PreTrainedModel, folder: str | Path, **kw: Any) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from sidestream.config.model import ModelConfig
 from sidestream.core.request import Request
@@ -89,7 +89,7 @@ class InputProcessor:
             return prompt, list(self._tokenizer(prompt).input_ids)
         if not isinstance(prompt, Sequence):
             raise RequestError(f"a prompt is a string, a list of token ids or a mapping, got {type(prompt).__name__}")
-        token_ids: list[int] = list(prompt)
+        token_ids = list(cast(Sequence[int], prompt))
         if not token_ids:
             raise RequestError("the prompt is an empty list of token ids")
         return None, token_ids

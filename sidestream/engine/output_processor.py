@@ -49,7 +49,11 @@ class OutputProcessor:
         state = _Prompt(output)
         for index, request in enumerate(prompt.requests):
             completion = CompletionOutput(index, "", [], logprobs=[] if params.logprobs is not None else None)
-            detokenizer = IncrementalDetokenizer(self._tokenizer, params) if self._tokenizer is not None else None
+            detokenizer = None
+            if self._tokenizer is not None:
+                detokenizer = IncrementalDetokenizer(
+                    self._tokenizer, params, prompt_token_ids=request.prompt_token_ids
+                )
             state.completions.append(_Completion(request, completion, detokenizer))
             output.outputs.append(completion)
             self._by_request[request.request_id] = (state, state.completions[-1])
@@ -74,11 +78,13 @@ class OutputProcessor:
         if detokenizer is not None:
             if reason is not FinishReason.STOP or params.include_stop_str_in_output:
                 output.text += detokenizer.push(event.token_id)
-            if detokenizer.stop_string is not None:
-                stopped = reason is None
-                reason, output.stop_reason = FinishReason.STOP, detokenizer.stop_string
             if reason is not None:
                 output.text += detokenizer.finish(reason)
+            if detokenizer.stop_string is not None:  # completed by this token, or by bytes held back until now
+                stopped = reason is None
+                if stopped:
+                    output.text += detokenizer.finish(FinishReason.STOP)
+                reason, output.stop_reason = FinishReason.STOP, detokenizer.stop_string
         if reason is not None:
             self._close(completion, reason)
         return stopped

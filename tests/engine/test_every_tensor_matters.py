@@ -13,7 +13,8 @@ from tests.engine.harness import Harness, one_shot, oracle_logprobs, random_sequ
 from tests.tiny_models import VARIANTS, build_oracle, save_checkpoint
 from tests.tolerances import PARITY_LOGPROB
 
-LENGTHS = (48, 37)
+LENGTHS = (90, 50)
+EXPERTS_PER_TOKEN = 4  # of 8, so that every expert is chosen by some token
 
 
 class RecordingSource:
@@ -39,7 +40,7 @@ def neutral(name: str, tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("variant", ["next", "next_share", "dsa", "dsa_yarn_bias", "deepseek", "kimi", "kimi_q_lora"])
 def test_dropping_any_tensor_breaks_parity(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     architecture, overrides = VARIANTS[variant]
-    oracle = build_oracle(architecture, 3, **overrides)
+    oracle = build_oracle(architecture, 8, **overrides, num_experts_per_tok=EXPERTS_PER_TOKEN)
     folder = save_checkpoint(oracle, tmp_path)
     sequences = random_sequences(LENGTHS, vocab=136, seed=1)
     expected = [oracle_logprobs(oracle, sequence) for sequence in sequences]
