@@ -112,8 +112,9 @@ def _all_experts(
 
 
 def _fits_grouped_mm(weight: torch.Tensor) -> bool:
-    """``grouped_mm`` wants every row of a matrix 16 bytes aligned."""
-    return weight.shape[2] * weight.element_size() % 16 == 0
+    """``grouped_mm`` wants every row of a matrix 16 bytes aligned and, but for CPUs, bf16."""
+    aligned = weight.shape[2] * weight.element_size() % 16 == 0
+    return aligned and (weight.device.type == "cpu" or weight.dtype == torch.bfloat16)
 
 
 @lru_cache(maxsize=8)
