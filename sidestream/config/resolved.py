@@ -23,6 +23,7 @@ class ResolvedConfig:
 
     Attributes:
         memory_budget: bytes for weights and caches.
+        shrink_max_model_len: the user named none, so it may be lowered to what the pools hold.
         rollback: tokens that a sequence may take back (0 without speculation).
     """
 
@@ -33,6 +34,7 @@ class ResolvedConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    shrink_max_model_len: bool
     block_size: int
     num_blocks: int | None
     kv_cache_dtype: str
@@ -110,6 +112,7 @@ def resolve(user: EngineConfig, model: ModelConfig, *, cuda_available: bool, dev
         max_num_seqs=user.max_num_seqs,
         max_num_batched_tokens=user.max_num_batched_tokens,
         max_model_len=user.max_model_len or limit,
+        shrink_max_model_len=user.max_model_len is None,
         block_size=user.block_size,
         num_blocks=user.num_blocks,
         kv_cache_dtype=user.kv_cache_dtype,

@@ -61,8 +61,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if stop is None or not all(isinstance(s, str) for s in stop):
+        if not isinstance(stop, Sequence) or not all(isinstance(s, str) for s in stop):
             raise RequestError(f"stop must be a string or a list of strings, got {self.stop!r}")
+        if not isinstance(self.stop_token_ids, Sequence) or isinstance(self.stop_token_ids, str):
+            raise RequestError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}")
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))

@@ -144,6 +144,11 @@ def size_pools(config: ResolvedConfig, groups: CacheGroups, *, weights: int) -> 
             f"memory budget of {budget} bytes; raise memory_limit or lower max_num_seqs"
         )
     room = (num_blocks - 1) * config.block_size if config.uses_blocks else config.max_model_len
+    if room < config.max_model_len and not config.shrink_max_model_len:
+        raise CapacityError(
+            f"one sequence of max_model_len {config.max_model_len} needs {longest} KV blocks of {config.block_size} "
+            f"tokens, and there are {num_blocks - 1}; lower max_model_len, or raise num_blocks or memory_limit"
+        )
     return num_blocks, num_slots, min(config.max_model_len, room)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -19,7 +20,7 @@ from sidestream.config.engine import (
 from sidestream.core.outputs import RequestOutput
 from sidestream.core.sampling_params import SamplingParams
 from sidestream.engine.build import BuiltEngine, build_engine
-from sidestream.engine.core import EngineCore
+from sidestream.engine.core import EngineCore, EngineOutput
 from sidestream.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt
 from sidestream.engine.output_processor import OutputProcessor
 from sidestream.engine.tokenizer import load_tokenizer
@@ -47,7 +48,7 @@ class TextDelta:
 
 
 class LLM:
-    """A model, ready to generate.
+    """A model, ready to generate. Several ``stream`` iterators may be open at once; one thread drives them.
 
     Args:
         model: folder of a hub checkpoint (config.json, safetensors files, a tokenizer if text is wanted); None is the
@@ -103,6 +104,7 @@ class LLM:
         )
         self._outputs = OutputProcessor(self.tokenizer, config.model.eos_token_ids)
         self._ids = itertools.count()
+        self._inboxes: dict[str, deque[EngineOutput]] = {}
 
     def generate(
         self,
@@ -161,36 +163,52 @@ class LLM:
         return batch
 
     def _run(self, batch: list[ProcessedPrompt]) -> Iterator[TextDelta]:
-        index_of: dict[str, tuple[int, int]] = {}
+        inbox: deque[EngineOutput] = deque()
+        place: dict[str, tuple[int, int]] = {}
         following: dict[int, RequestOutput] = {}
         shown: dict[str, int] = {}
         try:
             for index, prompt in enumerate(batch):
-                for completion, request in enumerate(prompt.requests):
-                    self.core.add(request)
-                    index_of[request.request_id] = (index, completion)
-                    shown[request.request_id] = 0
                 following[index] = self._outputs.add(prompt)
-            while following and self.core.has_work():
-                for event in self.core.step():
-                    if self._outputs.push(event):
-                        self.core.abort(event.request_id)
-                    index, completion = index_of[event.request_id]
-                    output = following[index]
-                    made = output.outputs[completion]
-                    text = made.text[shown[event.request_id] :]
-                    shown[event.request_id] = len(made.text)
-                    if output.finished:
-                        self._outputs.forget(output.request_id)
-                        del following[index]
-                    yield TextDelta(index, completion, text, len(made.token_ids), output)
+                for completion, request in enumerate(prompt.requests):
+                    place[request.request_id] = (index, completion)
+                    shown[request.request_id] = 0
+                    self._inboxes[request.request_id] = inbox
+                    self.core.add(request)
+            while following:
+                while not inbox:
+                    self._step()
+                event = inbox.popleft()
+                if not self._outputs.follows(event.request_id):
+                    continue
+                if self._outputs.push(event):
+                    self._end(event.request_id)
+                index, completion = place[event.request_id]
+                output = following[index]
+                made = output.outputs[completion]
+                text = made.text[shown[event.request_id] :]
+                shown[event.request_id] = len(made.text)
+                if output.finished:
+                    self._outputs.forget(output.request_id)
+                    del following[index]
+                yield TextDelta(index, completion, text, len(made.token_ids), output)
         finally:
-            for prompt in batch:
-                for request in prompt.requests:
-                    self.core.abort(request.request_id)
-            for index in tuple(following):
-                self._outputs.abort(following[index].request_id)
-                self._outputs.forget(following[index].request_id)
+            for request_id in place:
+                self._end(request_id)
+            for output in following.values():
+                self._outputs.abort(output.request_id)
+                self._outputs.forget(output.request_id)
+
+    def _step(self) -> None:
+        """Run one step and hand each output to the iterator whose request it is: several may be open at once."""
+        for event in self.core.step():
+            if (inbox := self._inboxes.get(event.request_id)) is not None:
+                inbox.append(event)
+
+    def _end(self, request_id: str) -> None:
+        """Drop a request that is done, or that nobody waits for any more."""
+        self.core.abort(request_id)
+        self._inboxes.pop(request_id, None)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

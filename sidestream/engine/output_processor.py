@@ -51,14 +51,16 @@ class OutputProcessor:
             completion = CompletionOutput(index, "", [], logprobs=[] if params.logprobs is not None else None)
             detokenizer = None
             if self._tokenizer is not None:
-                detokenizer = IncrementalDetokenizer(
-                    self._tokenizer, params, prompt_token_ids=request.prompt_token_ids
-                )
+                detokenizer = IncrementalDetokenizer(self._tokenizer, params, prompt_token_ids=request.prompt_token_ids)
             state.completions.append(_Completion(request, completion, detokenizer))
             output.outputs.append(completion)
             self._by_request[request.request_id] = (state, state.completions[-1])
         self._prompts[prompt.request_id] = state
         return output
+
+    def follows(self, request_id: str) -> bool:
+        """The request is unfinished; later tokens of one that a stop string ended are to be dropped."""
+        return request_id in self._by_request
 
     def push(self, event: EngineOutput) -> bool:
         """Take one token of one request. Returns True if a stop string ended it: the core must then abort it."""
@@ -82,8 +84,6 @@ class OutputProcessor:
                 output.text += detokenizer.finish(reason)
             if detokenizer.stop_string is not None:  # completed by this token, or by bytes held back until now
                 stopped = reason is None
-                if stopped:
-                    output.text += detokenizer.finish(FinishReason.STOP)
                 reason, output.stop_reason = FinishReason.STOP, detokenizer.stop_string
         if reason is not None:
             self._close(completion, reason)

@@ -70,7 +70,7 @@ class KimiDeltaAttention:
         output_gate = self.output_gate(low_gate)[:tokens].view(tokens, self.num_heads, self.head_dim)
         mixed = self._mix(qkv[:tokens], forget, beta[:tokens].sigmoid(), inputs=inputs, cache=cache)
         normed = gated_rms_norm(mixed, output_gate, self.norm, eps=self.norm_eps)
-        return self.out(pad_rows(normed.view(tokens, -1), x.shape[0]))
+        return self.out(pad_rows(normed.reshape(tokens, -1), x.shape[0]))
 
     def _mix(
         self, qkv: torch.Tensor, forget: torch.Tensor, beta: torch.Tensor, *, inputs: StepInputs, cache: LayerCache

@@ -1,0 +1,123 @@
+"""PITFALLS 1: beside a long good stream, every kind of bad request is refused by name and changes nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sidestream import LLM, CapacityError, RequestError, SamplingParams
+from tests.engine.llm_fixtures import make_checkpoint
+
+Bad = tuple[Any, Callable[[], SamplingParams], str]
+
+
+def default() -> SamplingParams:
+    return SamplingParams()
+
+
+def params(**kw: Any) -> Callable[[], SamplingParams]:
+    return lambda: SamplingParams(**kw)
+
+
+BAD: dict[str, Bad] = {
+    "empty text": ("", default, "empty"),
+    "list of empty text": ([""], default, "prompt 0.*empty"),
+    "no prompts": ([], default, "no prompts"),
+    "empty ids": ([[]], default, "empty list"),
+    "negative id": ([[5, -1]], default, r"token id -1.*0 to"),
+    "id of vocab size": ([[5, 300]], default, r"token id 300.*0 to 299"),
+    "id not an integer": ([[5, 1.5]], default, "1.5"),
+    "id is a bool": ([[True, 5]], default, "True"),
+    "a number": ([7.5], default, "float"),
+    "none": ([None], default, "NoneType"),
+    "two kinds": ([{"prompt": "a", "prompt_token_ids": [1]}], default, "exactly one"),
+    "no kind": ([{"text": "a"}], default, "exactly one"),
+    "messages without template": ([{"messages": [{"role": "user", "content": "a"}]}], default, "chat template"),
+    "prompt too long": ([[5] * 500], default, r"500 tokens.*128.*max_model_len"),
+    "second prompt bad": (["fine", ""], default, "prompt 1"),
+    "top_k fraction": ("a", params(top_k=0.01), "top_k"),
+    "top_k -2": ("a", params(top_k=-2), r"top_k is -2"),
+    "top_p 0": ("a", params(top_p=0), r"top_p is 0"),
+    "top_p 1.5": ("a", params(top_p=1.5), r"top_p is 1.5"),
+    "top_p text": ("a", params(top_p="x"), "top_p"),
+    "min_p 2": ("a", params(min_p=2), r"min_p is 2"),
+    "temperature -1": ("a", params(temperature=-1), r"temperature is -1"),
+    "temperature nan": ("a", params(temperature=math.nan), r"temperature is nan"),
+    "temperature inf": ("a", params(temperature=math.inf), r"temperature is inf"),
+    "max_tokens 0": ("a", params(max_tokens=0), r"max_tokens is 0"),
+    "max_tokens -1": ("a", params(max_tokens=-1), r"max_tokens is -1"),
+    "max_tokens fraction": ("a", params(max_tokens=1.5), "max_tokens"),
+    "min over max": ("a", params(max_tokens=2, min_tokens=3), "min_tokens 3"),
+    "n 0": ("a", params(n=0), r"n is 0"),
+    "n huge": ("a", params(n=10**6), r"n is 1000000"),
+    "bias out of vocab": ("a", params(logit_bias={300: 1.0}), r"token id 300"),
+    "bias negative id": ("a", params(logit_bias={-1: 1.0}), "logit_bias"),
+    "bias nan": ("a", params(logit_bias={3: math.nan}), "logit_bias"),
+    "bias not a number": ("a", params(logit_bias={3: "x"}), "logit_bias"),
+    "bias not a mapping": ("a", params(logit_bias=[3]), "logit_bias"),
+    "stop empty": ("a", params(stop=""), "empty string"),
+    "1000 stops": ("a", params(stop=["x"] * 1000), "1000 strings"),
+    "stop not text": ("a", params(stop=[3]), "stop"),
+    "stop none": ("a", params(stop=None), "stop"),
+    "stop id out of vocab": ("a", params(stop_token_ids=[300]), "300"),
+    "stop id not a list": ("a", params(stop_token_ids=5), "stop_token_ids"),
+    "logprobs huge": ("a", params(logprobs=10**6), r"logprobs is 1000000"),
+    "logprobs -1": ("a", params(logprobs=-1), "logprobs"),
+    "seed text": ("a", params(seed="x"), "seed"),
+    "penalty 3": ("a", params(presence_penalty=3), "presence_penalty"),
+    "repetition 0": ("a", params(repetition_penalty=0), "repetition_penalty"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bad")
+    make_checkpoint("kimi", path, tokenizer=True)
+    return path
+
+
+def test_bad_requests_leave_a_running_stream_alone(folder: Path) -> None:
+    llm = LLM(folder, block_size=8, num_blocks=40, max_num_seqs=4, max_model_len=128)
+    assert llm.built.config.model.vocab_size == 300
+    good = SamplingParams(temperature=0.8, seed=3, max_tokens=100, ignore_eos=True, logprobs=1)
+    expected = llm.generate("a long good stream", good)[0].outputs[0]
+    free = llm.core.scheduler.num_free_blocks, llm.core.scheduler.num_free_slots
+    stream = llm.stream("a long good stream", good)
+    last = next(stream)
+    for name, (prompt, make, message) in BAD.items():
+        with pytest.raises(RequestError, match=message):
+            llm.generate(prompt, make())
+            pytest.fail(f"{name} was accepted")
+        last = next(stream)
+        assert llm.core.scheduler.num_running == 1, name
+    for delta in stream:
+        last = delta
+    made = last.output.outputs[0]
+    assert made.token_ids == expected.token_ids
+    assert made.text == expected.text
+    assert made.logprobs == expected.logprobs
+    assert (llm.core.scheduler.num_free_blocks, llm.core.scheduler.num_free_slots) == free
+    assert not llm.core.has_work()
+    llm.core.scheduler.check_integrity()
+
+
+def test_a_prompt_larger_than_the_pool_names_pool_and_knob(folder: Path) -> None:
+    with pytest.raises(CapacityError, match=r"max_model_len 128.*num_blocks"):
+        LLM(folder, block_size=8, num_blocks=4, max_model_len=128)
+    llm = LLM(folder, block_size=8, num_blocks=4)
+    with pytest.raises(RequestError, match=r"40 tokens.*at most 32"):
+        llm.generate([[5] * 40])
+    assert len(llm.generate([5] * 30, SamplingParams(max_tokens=50, ignore_eos=True))[0].outputs[0].token_ids) == 2
+
+
+def test_a_request_id_in_use_is_refused(folder: Path) -> None:
+    llm = LLM(folder, block_size=8, num_blocks=40, max_model_len=128)
+    request = llm._inputs.process("same", [5, 6], SamplingParams()).requests[0]
+    llm.core.add(request)
+    with pytest.raises(RequestError, match="'same' is in use"):
+        llm.core.add(request)
+    assert llm.core.abort("same")
