@@ -264,7 +264,8 @@ def _read_hyper_connection(fields: Fields) -> HyperConnectionConfig:
 
 
 def _read_quantization(outer: Fields, fields: Fields) -> Fp8BlockConfig | None:
-    settings = outer.nested("quantization_config") or fields.nested("quantization_config")
+    inner = fields.nested("quantization_config")
+    settings = outer.nested("quantization_config") or inner
     if settings is None:
         return None
     why = "weights may be stored as fp8 in blocks with one scale each, and nothing else"
@@ -284,8 +285,8 @@ def _read_quantization(outer: Fields, fields: Fields) -> Fp8BlockConfig | None:
 
 
 def _dtype(outer: Fields, fields: Fields) -> str | None:
-    inner = fields.raw("dtype")
-    value = outer.raw("dtype") if inner is None else inner
+    inner, whole = fields.raw("dtype"), outer.raw("dtype")
+    value = whole if inner is None else inner
     if value is None:
         return None
     name = str(value).removeprefix("torch.")
@@ -295,12 +296,11 @@ def _dtype(outer: Fields, fields: Fields) -> str | None:
 
 
 def _token(outer: Fields, fields: Fields, key: str, architecture: Architecture) -> int | None:
-    for level in (fields, outer):
-        if level.stated(key):
-            return level.optional_integer(key)
-    default = TOKEN_DEFAULTS[architecture][key]
-    fields.raw(key)
-    return default
+    """The text level's own value, else the outer one, else the architecture's default."""
+    outer_value, inner_value = outer.optional_integer(key), fields.optional_integer(key)
+    if fields.stated(key):
+        return inner_value
+    return outer_value if outer.stated(key) else TOKEN_DEFAULTS[architecture][key]
 
 
 def _eos(outer: Fields, fields: Fields, architecture: Architecture, generation_eos: object) -> tuple[int, ...]:

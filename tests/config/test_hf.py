@@ -369,3 +369,12 @@ def test_unreadable_sources_are_named(tmp_path: Path) -> None:
         ModelConfig.from_hf({"model_type": "llama"})
     with pytest.raises(ConfigError, match="model_type None"):
         ModelConfig.from_hf({})
+
+
+def test_keys_stated_on_both_levels_are_read_on_both() -> None:
+    """Multimodal configs repeat dtype and token ids outside ``text_config``; neither copy is unknown."""
+    config = json.loads((DATA / "glm-5.3-flash.json").read_text())
+    for level in (config, config["text_config"]):
+        level |= {"dtype": "bfloat16", "bos_token_id": 3, "pad_token_id": 4, "eos_token_id": [5, 6]}
+    read = ModelConfig.from_hf(config)
+    assert (read.dtype, read.bos_token_id, read.pad_token_id, read.eos_token_ids) == ("bfloat16", 3, 4, (5, 6))
