@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts import structure
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "sidestream"
 
@@ -113,14 +115,14 @@ def test_public_names_are_pinned() -> None:
         assert getattr(sidestream, name) is not None
 
 
-def test_structure_page_names_every_module() -> None:
-    page = (ROOT / "docs" / "structure.md").read_text()
-    missing = [
-        name
-        for path in python_files("sidestream")
-        if path.name != "__init__.py" and (name := path.relative_to(PACKAGE).as_posix()) not in page
-    ]
-    assert not missing, f"docs/structure.md says nothing of {missing}"
+def test_structure_page_is_true() -> None:
+    page = structure.PAGE.read_text()
+    assert structure.page_with(structure.module_list(), page) == page, "run python scripts/structure.py --write"
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [p.name for p in python_files("sidestream") if p.name != "__init__.py" and not structure.sentence(p)]
+    assert not silent, silent
 
 
 @pytest.mark.parametrize("command", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]])
