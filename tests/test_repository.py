@@ -69,7 +69,7 @@ def imported_folders(path: Path) -> set[str]:
             assert node.level == 0, f"{path}: relative import"
             names = [node.module or ""]
             if node.module == "sidestream":
-                names += [f"sidestream.{alias.name}" for alias in node.names]
+                names = [f"sidestream.{alias.name}" for alias in node.names if alias.name != "__version__"]
         found |= {name.split(".")[1] for name in names if name.startswith("sidestream.")}
     return found
 
@@ -82,6 +82,7 @@ def test_imports_point_one_way() -> None:
             continue
         own = relative.parts[0].removesuffix(".py")
         for other in imported_folders(path):
+            assert other in IMPORT_ORDER, f"{relative} imports {other} from the package root; name its module"
             if other != own and IMPORT_ORDER.index(other) > IMPORT_ORDER.index(own):
                 wrong.append(f"{relative} imports sidestream.{other}")
     assert not wrong, "\n".join(wrong)

@@ -17,8 +17,11 @@ from tests.tolerances import PARITY_LOGPROB
 VARIANTS = ("next", "next_share", "dsa", "deepseek", "kimi")
 
 
+Checkpoint = tuple[Path, torch.nn.Module]
+
+
 @pytest.fixture(scope="module", params=VARIANTS)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     folder = tmp_path_factory.mktemp(request.param)
     return folder, make_checkpoint(request.param, folder)
 
@@ -34,7 +37,7 @@ def greedy(max_tokens: int, **kw: object) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **kw)  # type: ignore[arg-type]
 
 
-def test_preempted_and_batched_answers_are_the_oracle_s(checkpoint: tuple[Path, torch.nn.Module]) -> None:
+def test_preempted_and_batched_answers_are_the_oracle_s(checkpoint: Checkpoint) -> None:
     """Pools too small for all: sequences lose their memory and are recomputed; log-probabilities hold to 1e-4."""
     folder, oracle = checkpoint
     llm = LLM(folder, block_size=8, num_blocks=14, max_num_seqs=5, max_num_batched_tokens=12, max_model_len=96)
@@ -64,7 +67,7 @@ def test_preempted_and_batched_answers_are_the_oracle_s(checkpoint: tuple[Path, 
     llm.core.scheduler.check_integrity()
 
 
-def test_pools_return_to_their_start(checkpoint: tuple[Path, torch.nn.Module]) -> None:
+def test_pools_return_to_their_start(checkpoint: Checkpoint) -> None:
     folder, _ = checkpoint
     llm = LLM(folder, block_size=8, num_blocks=40, max_num_seqs=4, max_model_len=96)
     scheduler = llm.core.scheduler
@@ -79,7 +82,7 @@ def test_pools_return_to_their_start(checkpoint: tuple[Path, torch.nn.Module]) -
     scheduler.check_integrity()
 
 
-def test_a_reused_slot_shows_nothing_of_its_last_owner(checkpoint: tuple[Path, torch.nn.Module]) -> None:
+def test_a_reused_slot_shows_nothing_of_its_last_owner(checkpoint: Checkpoint) -> None:
     """PITFALLS 2: one seat; a one-token prompt after a long one equals the same prompt on a fresh engine."""
     folder, oracle = checkpoint
     llm = LLM(folder, block_size=8, num_blocks=16, max_num_seqs=1, max_num_batched_tokens=16, max_model_len=96)
@@ -91,7 +94,7 @@ def test_a_reused_slot_shows_nothing_of_its_last_owner(checkpoint: tuple[Path, t
         check_greedy(oracle, prompt, made)
 
 
-def test_same_schedule_same_bits(checkpoint: tuple[Path, torch.nn.Module]) -> None:
+def test_same_schedule_same_bits(checkpoint: Checkpoint) -> None:
     folder, _ = checkpoint
     prompts = random_sequences((20, 33), vocab=136, seed=3)
     runs = []
@@ -102,7 +105,7 @@ def test_same_schedule_same_bits(checkpoint: tuple[Path, torch.nn.Module]) -> No
     assert runs[0] == runs[1]
 
 
-def test_n_completions_with_seeds_do_not_depend_on_the_batch(checkpoint: tuple[Path, torch.nn.Module]) -> None:
+def test_n_completions_with_seeds_do_not_depend_on_the_batch(checkpoint: Checkpoint) -> None:
     folder, _ = checkpoint
     llm = LLM(folder, block_size=8, num_blocks=80, max_num_seqs=8, max_model_len=96)
     prompt = random_sequences((20,), vocab=136, seed=3)[0]
@@ -116,7 +119,7 @@ def test_n_completions_with_seeds_do_not_depend_on_the_batch(checkpoint: tuple[P
         assert llm.generate(prompt, alone)[0].outputs[0].token_ids == texts[0][index]
 
 
-def test_stop_token_ids_and_min_tokens(checkpoint: tuple[Path, torch.nn.Module]) -> None:
+def test_stop_token_ids_and_min_tokens(checkpoint: Checkpoint) -> None:
     folder, _ = checkpoint
     llm = LLM(folder, block_size=8, num_blocks=40, max_model_len=96)
     prompt = random_sequences((20,), vocab=136, seed=3)[0]
@@ -130,7 +133,7 @@ def test_stop_token_ids_and_min_tokens(checkpoint: tuple[Path, torch.nn.Module])
     assert stop not in late.token_ids[:10]
 
 
-def test_max_tokens_is_clamped_to_the_room(checkpoint: tuple[Path, torch.nn.Module]) -> None:
+def test_max_tokens_is_clamped_to_the_room(checkpoint: Checkpoint) -> None:
     folder, _ = checkpoint
     llm = LLM(folder, block_size=8, num_blocks=40, max_model_len=32)
     made = llm.generate([5] * 30, greedy(10**12))[0].outputs[0]
@@ -184,7 +187,7 @@ def test_interleaved_streams_equal_their_own_runs(with_text: Path) -> None:
     assert texts == expected
 
 
-def test_dummy_weights_need_only_a_config(checkpoint: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
+def test_dummy_weights_need_only_a_config(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder, _ = checkpoint
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     runs = [

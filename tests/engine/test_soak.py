@@ -87,7 +87,9 @@ def test_random_requests_finish_as_if_alone(variant: str, requests: int, tmp_pat
     assert core.scheduler.num_preemptions > 0
     assert (core.scheduler.num_free_blocks, core.scheduler.num_free_slots) == start
 
-    solo = build_engine(tmp_path, EngineConfig(block_size=BLOCK, max_num_seqs=1, num_blocks=12, max_num_batched_tokens=96))
+    solo = build_engine(
+        tmp_path, EngineConfig(block_size=BLOCK, max_num_seqs=1, num_blocks=12, max_num_batched_tokens=96)
+    )
     solo.pools.poison()
     for name in sorted(finished):
         prompt = sent[name].prompt_token_ids
