@@ -17,3 +17,7 @@ PARITY_LOGPROB = 1e-4
 """Log-probabilities of the fp32 engine against transformers, in nats: the promise made to the user."""
 BF16_OVER_ORACLE = 1.5
 """Median over rows of a bf16 run's largest error against fp32, over the same of the oracle's own bf16 run."""
+BF16_ROWS_LOGPROB = 0.02
+"""Median over rows of the largest change when KV rows alone are bf16 (8 bits), in nats, on tiny random models."""
+FP8_ROWS_LOGPROB = 0.2
+"""The same for E4M3 rows (4 bits of significand), per-tile scales."""

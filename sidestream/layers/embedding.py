@@ -10,22 +10,28 @@ from sidestream.layers.loader import LayerLoader
 
 
 class Embedding:
-    """[vocab, hidden] table."""
+    """[vocab, hidden] table; a rank holds a range of rows and gives zeros for the others' tokens."""
 
     def __init__(self, loader: LayerLoader, config: ModelConfig) -> None:
-        rows = loader.group.local("vocab_size", config.vocab_size)
-        assert loader.group.size == 1, "a vocabulary split over ranks needs a transport"
-        self.weight = loader.tensor("embed_tokens.weight", (rows, config.hidden_size), shard=loader.shard(0))
+        self.group = loader.group
+        self.rows = loader.group.local("vocab_size", config.vocab_size)
+        self.weight = loader.tensor("embed_tokens.weight", (self.rows, config.hidden_size), shard=loader.shard(0))
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids [T] int64 -> [T, hidden]."""
-        return F.embedding(token_ids, self.weight)
+        if self.group.size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self.group.rank * self.rows
+        mine = (local >= 0) & (local < self.rows)
+        embedded = F.embedding(local.clamp(0, self.rows - 1), self.weight)
+        return self.group.all_reduce(embedded.masked_fill(~mine[:, None], 0.0))
 
 
 class Head:
     """Logits in fp32. A tied head shares the embedding's memory."""
 
     def __init__(self, loader: LayerLoader, config: ModelConfig, embedding: Embedding) -> None:
+        self.group = loader.group
         rows = loader.group.local("vocab_size", config.vocab_size)
         if config.tie_word_embeddings:
             self.weight = embedding.weight
@@ -34,4 +40,4 @@ class Head:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, hidden] -> logits [S, vocab] fp32."""
-        return F.linear(hidden, self.weight).float()
+        return self.group.all_gather(F.linear(hidden, self.weight).float())

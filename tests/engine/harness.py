@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from sidestream.config.engine import EngineConfig
 from sidestream.core.batch import Chunk
-from sidestream.engine.build import BuiltEngine, build_engine
+from sidestream.engine import build
+from sidestream.engine.build import BuiltEngine
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class Part:
     sequence: int
     length: int
     is_decode: bool = False
+    take_back: int = 0
+    """Tokens of the sequence to forget again after the step."""
 
 
 Schedule = Sequence[Sequence[Part]]
@@ -30,7 +34,16 @@ Schedule = Sequence[Sequence[Part]]
 class Harness:
     """One engine on tiny pools. Pools start as NaN, so that reading what was never written shows."""
 
-    def __init__(self, folder: Path, *, block_size: int = 8, num_blocks: int = 96, seed: int = 0, **config: object):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        block_size: int = 8,
+        num_blocks: int = 96,
+        seed: int = 0,
+        rollback: int = 0,
+        **config: object,
+    ) -> None:
         settings: dict[str, object] = {
             "device": "cpu",
             "dtype": "float32",
@@ -38,10 +51,11 @@ class Harness:
             "max_num_batched_tokens": 4096,
             "max_model_len": 512,
         }
-        self.built: BuiltEngine = build_engine(
-            folder,
-            EngineConfig(block_size=block_size, num_blocks=num_blocks, **(settings | config)),  # type: ignore[arg-type]
-        )
+        user = EngineConfig(block_size=block_size, num_blocks=num_blocks, **(settings | config))  # type: ignore[arg-type]
+        with pytest.MonkeyPatch.context() as patch:  # no user setting asks for rollback before there is speculation
+            real = build.resolve
+            patch.setattr(build, "resolve", lambda *a, **k: replace(real(*a, **k), rollback=rollback))
+            self.built: BuiltEngine = build.build_engine(folder, user)
         self.built.pools.poison()
         self.block_size = block_size
         self.free_blocks = list(range(1, num_blocks + 1))
@@ -50,8 +64,13 @@ class Harness:
         rng.shuffle(self.free_blocks)
         rng.shuffle(self.free_slots)
 
-    def run(self, sequences: Sequence[Sequence[int]], schedule: Schedule) -> list[torch.Tensor]:
-        """Log-probabilities [length, vocab] of each sequence's rows; its blocks and slots are free again after."""
+    def run(
+        self, sequences: Sequence[Sequence[int]], schedule: Schedule, *, wrong_guess: int = 3
+    ) -> list[torch.Tensor]:
+        """Log-probabilities [length, vocab] of each sequence's rows; its blocks and slots are free again after.
+
+        Tokens that a part takes back are run as ``wrong_guess`` first, as speculation would have it.
+        """
         blocks: list[list[int]] = [[] for _ in sequences]
         slots = [self.free_slots.pop() for _ in sequences]
         done = [0] * len(sequences)
@@ -74,12 +93,14 @@ class Harness:
                         samples=False,
                     )
                 )
-                ids += list(sequences[part.sequence][start:end])
+                kept = sequences[part.sequence][start : end - part.take_back]
+                ids += [*kept, *[wrong_guess] * part.take_back]
                 done[part.sequence] = end
             hidden = self.built.runner.forward(chunks, ids)
             logits = self.built.runner.logits(hidden, range(len(ids)))
             for part, piece in zip(step, logits.split([part.length for part in step]), strict=True):
-                rows[part.sequence].append(piece.log_softmax(-1))
+                rows[part.sequence].append(piece[: part.length - part.take_back].log_softmax(-1))
+                done[part.sequence] -= part.take_back
         self.free_slots += slots
         for own in blocks:
             self.free_blocks += own
