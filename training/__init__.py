@@ -1,1 +1,1 @@
-"""Everything that makes the small trained checkpoint: text generator, tokenizer, model, training, export, evaluation."""
+"""What makes the small trained checkpoint: text generator, tokenizer, model, training, export, evaluation."""

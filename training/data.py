@@ -1,9 +1,10 @@
 """Deterministic generator of the training and held-out text.
 
-Three kinds of document: arithmetic word problems with their steps, key-value retrieval, and link chains. A document is a list of
-`Segment`s, text with a mark: 0 context, 1 an answer token, 2 an answer that can only be looked up far back in the context.
-`make_batch(encode, seed, step, ...)` depends on its arguments alone, so any number of workers gives the same stream.
-The splits are disjoint by construction: `split_of` hashes what a question asks, and a generator redraws until the hash fits.
+Three kinds of document: arithmetic word problems with their steps, key-value retrieval, and link chains. A document is
+a list of `Segment`s, text with a mark: 0 context, 1 an answer token, 2 an answer that can only be looked up far back in
+the context. `make_batch(encode, seed, step, ...)` depends on its arguments alone, so any number of workers gives the
+same stream. The splits are disjoint by construction: `split_of` hashes what a question asks, and a generator redraws
+until the hash fits.
 """
 
 import random
@@ -124,7 +125,8 @@ def filler(rng: random.Random) -> str:
     if form == 1:
         return f" {rng.choice(PEOPLE)} {rng.choice(VERBS)} at the {rng.choice(PLACES)} all day."
     if form == 2:
-        return f" It was a {rng.choice(ADJECTIVES)} day in {rng.choice(CITIES)}, and {rng.choice(PEOPLE)} {rng.choice(VERBS)}."
+        adjective, city = rng.choice(ADJECTIVES), rng.choice(CITIES)
+        return f" It was a {adjective} day in {city}, and {rng.choice(PEOPLE)} {rng.choice(VERBS)}."
     return f" Nobody saw the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)} near the {rng.choice(PLACES)}."
 
 
@@ -133,7 +135,7 @@ def value_segments(value: str) -> list[Segment]:
 
 
 def retrieval(rng: random.Random, budget: int, count: Callable[[str], int], names: Names, split: Split) -> Context:
-    """Facts (sentences, compact pairs, or a few facts among filler) of about `budget` tokens, and questions about them."""
+    """Facts (sentences, compact pairs, or a few among filler) of about `budget` tokens, and questions about them."""
     style = rng.choice(("sentences", "codes", "compact", "needles"))
     pool = iter(draw_names(rng, budget // 3 + 8, names))
     lines: list[str] = []

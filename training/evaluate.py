@@ -1,11 +1,12 @@
 """Held-out accuracy of a checkpoint, clean and with a faulty selection in one sparse layer alone.
 
-`python -m training.evaluate FOLDER_OR_PT --json OUT` runs the trainable model (teacher-forced: an answer counts when every token
-of it, the end-of-turn token too, is the most likely one, which is when greedy decoding writes it). `--transformers` generates
-with transformers instead.
+`python -m training.evaluate FOLDER_OR_PT --json OUT` runs the trainable model (teacher-forced: an answer counts when
+every token of it, the end-of-turn token too, is the most likely one, which is when greedy decoding writes it).
+`--transformers` generates with transformers instead.
 """
 
 import argparse
+import itertools
 import json
 import platform
 import sys
@@ -35,19 +36,21 @@ class Suite:
     length: int
     names: Names = "mixed"
     chat: bool = False
+    words: bool = False  # only facts whose value is a word
 
     @property
     def label(self) -> str:
-        parts = (
-            [self.kind] + ([str(self.length)] if self.length else []) + ([self.names] if self.names != "mixed" else [])
-        )
-        return "-".join(parts + (["chat"] if self.chat else []))
+        parts = [self.kind, str(self.length) if self.length else "", "" if self.names == "mixed" else self.names]
+        parts += ["word-values" if self.words else "", "chat" if self.chat else ""]
+        return "-".join(part for part in parts if part)
 
     def items(self, encode: Encode, count: int) -> list[Item]:
-        return [
+        """The first `count` held-out items of the suite, the same on every machine."""
+        drawn = (
             heldout_item(encode, EVAL_SEED, i, self.kind, self.length, names=self.names, chat=self.chat)
-            for i in range(count)
-        ]
+            for i in itertools.count()
+        )
+        return list(itertools.islice((i for i in drawn if not (self.words and i.answer_text[1].isdigit())), count))
 
 
 def suites(lengths: Sequence[int]) -> list[Suite]:
@@ -99,7 +102,7 @@ def evaluate(
     """{"clean": {suite: accuracy}, "faults": {suite: {layer: {fault: accuracy}}}}"""
     model.eval()
     clean = {}
-    for suite in suites(lengths):
+    for suite in suites(lengths) if lengths else ():
         number = count if suite.length <= 4096 else max(16, count // 4)
         clean[suite.label] = exact(model, encode, suite.items(encode, number))
     faulty: dict[str, dict[str, dict[str, float]]] = {}
@@ -140,15 +143,21 @@ def report(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-FAULT_SUITES = (Suite("retrieval", 1024), Suite("chain", 768, "words"), Suite("chain", 1024))
+FAULT_SUITES = (
+    Suite("retrieval", 1024),
+    Suite("retrieval", 1024, words=True),
+    Suite("chain", 768, "words"),
+    Suite("chain", 1024),
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16384])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[512, 1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--count", type=int, default=256)
+    parser.add_argument("--faults", nargs="*", default=[suite.label for suite in FAULT_SUITES], metavar="SUITE")
     parser.add_argument("--transformers", action="store_true")
     args = parser.parse_args()
     started = time.time()
@@ -165,8 +174,9 @@ def main() -> None:
         from training.train import load
 
         model = load(args.checkpoint) if args.checkpoint.is_file() else from_hub(args.checkpoint)
+        chosen = [suite for suite in FAULT_SUITES if suite.label in args.faults]
         model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-        result = evaluate(model, encode, lengths=args.lengths, count=args.count, fault_suites=FAULT_SUITES)
+        result = evaluate(model, encode, lengths=args.lengths, count=args.count, fault_suites=chosen)
     print(report(result))
     if args.json:
         result["command"] = "python -m training.evaluate " + " ".join(sys.argv[1:])

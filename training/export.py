@@ -1,6 +1,7 @@
 """Between the trainable model and a hub folder.
 
-`to_hub` / `from_hub` map state dicts; `write_checkpoint` lets transformers itself write config and weights, beside the tokenizer.
+`to_hub` / `from_hub` map state dicts; `write_checkpoint` lets transformers itself write config and weights, beside the
+tokenizer.
 `python -m training.export WEIGHTS.pt FOLDER` exports what train.py saved.
 """
 
@@ -15,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from training.model import Spec, TinyModel
+from training.model import TinyModel
+from training.spec import Spec
 from training.tokenizer import build_tokenizer, save_tokenizer
 
 ROOT = "model.language_model."
@@ -108,12 +110,25 @@ def from_hub(folder: Path) -> TinyModel:
     kinds = zip(text["layer_types"], text["indexer_types"], strict=True)
     letters = "".join("K" if a == "linear_attention" else "S" if b == "shared" else "D" for a, b in kinds)
     spec = Spec(
-        layers=letters, vocab_size=text["vocab_size"], hidden=text["hidden_size"], intermediate=text["intermediate_size"],
-        moe_intermediate=text["moe_intermediate_size"], experts=text["n_routed_experts"], top_experts=text["num_experts_per_tok"],
-        heads=text["num_attention_heads"], head_dim=text["v_head_dim"], latent=text["kv_lora_rank"], q_latent=text["q_lora_rank"],
-        index_heads=text["index_n_heads"], index_dim=text["index_head_dim"], index_topk=text["index_topk"], kpool=text["index_kpool"],
-        kda_heads=text["linear_num_heads"], kda_dim=text["linear_head_dim"], streams=text["hc_mult"],
-    )  # fmt: skip
+        layers=letters,
+        vocab_size=text["vocab_size"],
+        hidden=text["hidden_size"],
+        intermediate=text["intermediate_size"],
+        moe_intermediate=text["moe_intermediate_size"],
+        experts=text["n_routed_experts"],
+        top_experts=text["num_experts_per_tok"],
+        heads=text["num_attention_heads"],
+        head_dim=text["v_head_dim"],
+        latent=text["kv_lora_rank"],
+        q_latent=text["q_lora_rank"],
+        index_heads=text["index_n_heads"],
+        index_dim=text["index_head_dim"],
+        index_topk=text["index_topk"],
+        kpool=text["index_kpool"],
+        kda_heads=text["linear_num_heads"],
+        kda_dim=text["linear_head_dim"],
+        streams=text["hc_mult"],
+    )
     model = TinyModel(spec)
     stored = load_file(folder / "model.safetensors")
     with torch.no_grad():
@@ -148,7 +163,7 @@ def hub_config(spec: Spec) -> Any:
 def write_checkpoint(
     model: TinyModel, folder: Path, tokenizer: Tokenizer | None, *, dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """Writes config.json, generation_config.json, model.safetensors (through transformers), and the tokenizer's files."""
+    """Writes config, generation config and weights (through transformers), and the tokenizer's files."""
     from transformers import GenerationConfig, Glm5NextForConditionalGeneration
 
     config = hub_config(model.spec)

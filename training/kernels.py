@@ -1,6 +1,6 @@
 """Triton kernels of the training run: Sinkhorn, hyper-connection mixing and clamped SwiGLU, each with its gradient.
 
-N tokens, H = 4 streams, D hidden, E experts, F inner width. Streams are bf16 or fp32, mixing weights fp32; sums run in fp32.
+N tokens, H = 4 streams, D hidden, E experts, F inner width. Streams are bf16 or fp32, mixing weights fp32, sums fp32.
 """
 
 # mypy: ignore-errors

@@ -1,13 +1,13 @@
 """A trainable `glm5_next` text model whose indexer learns, with the hub's tensor names on export.
 
-Formulas follow the published architecture (Kimi Delta Attention, k-pooled DeepSeek Sparse Attention over NoPE MLA latents,
-manifold-constrained hyper-connections, sigmoid-routed experts); tests compare it with the transformers model.
+Formulas follow the published architecture (Kimi Delta Attention, k-pooled DeepSeek Sparse Attention over NoPE MLA
+latents, manifold-constrained hyper-connections, sigmoid-routed experts); tests compare it with the transformers model.
 B rows, T tokens, N = B T, Q queries, P pools, H streams, D hidden, h heads, L latent.
 """
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,81 +15,9 @@ from torch import Tensor, nn
 
 from training import ops
 from training.selection import Fault, Selection, blind_mask, corrupt, corrupt_by_code, select, visible_pools
+from training.spec import Spec
 
 Mode = Literal["dense", "sparse"]
-
-
-@dataclass(frozen=True)
-class Spec:
-    """Sizes. `layers` has a letter a layer: K = KDA, D = sparse MLA with an indexer, S = sparse MLA that shares the top-k before it."""
-
-    layers: str = "KKDKKD"
-    vocab_size: int = 1536
-    hidden: int = 192
-    intermediate: int = 384
-    moe_intermediate: int = 128
-    experts: int = 8
-    top_experts: int = 2
-    heads: int = 8
-    head_dim: int = 32
-    latent: int = 64
-    q_latent: int = 96
-    index_heads: int = 16
-    index_dim: int = 32
-    index_topk: int = 64
-    kpool: int = 4
-    kda_heads: int = 4
-    kda_dim: int = 32
-    conv_width: int = 4
-    streams: int = 4
-    sinkhorn_iters: int = 20
-    routed_scale: float = 1.0
-    lower_bound: float = -5.0
-    limit: float = 10.0
-    eps: float = 1e-5
-    hc_eps: float = 1e-6
-
-    def text_config(self) -> dict[str, Any]:
-        """The hub's `text_config`."""
-        count = len(self.layers)
-        return {
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "moe_intermediate_size": self.moe_intermediate,
-            "num_hidden_layers": count,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.heads,
-            "n_routed_experts": self.experts,
-            "num_experts_per_tok": self.top_experts,
-            "n_shared_experts": 1,
-            "routed_scaling_factor": self.routed_scale,
-            "kv_lora_rank": self.latent,
-            "q_lora_rank": self.q_latent,
-            "qk_nope_head_dim": self.head_dim,
-            "qk_rope_head_dim": 0,
-            "v_head_dim": self.head_dim,
-            "index_topk": self.index_topk,
-            "index_head_dim": self.index_dim,
-            "index_n_heads": self.index_heads,
-            "index_kpool": self.kpool,
-            "linear_head_dim": self.kda_dim,
-            "linear_num_heads": self.kda_heads,
-            "linear_conv_kernel_dim": self.conv_width,
-            "linear_lower_bound": self.lower_bound,
-            "hc_mult": self.streams,
-            "hc_eps": self.hc_eps,
-            "hc_sinkhorn_iters": self.sinkhorn_iters,
-            "rms_norm_eps": self.eps,
-            "swiglu_limit": self.limit,
-            "max_position_embeddings": 32768,
-            "mlp_layer_types": ["dense"] + ["sparse"] * (count - 1),
-            "layer_types": ["linear_attention" if c == "K" else "deepseek_sparse_attention" for c in self.layers],
-            "indexer_types": ["shared" if c == "S" else "full" for c in self.layers],
-        }
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class RMSNorm(nn.Module):
@@ -135,6 +63,9 @@ class HyperConnection(nn.Module):
 
 class Feedforward(nn.Module):
     """A dense SwiGLU, or routed experts (all computed, weighted by the router) beside a shared one."""
+
+    router_bias: Tensor
+    load: Tensor
 
     def __init__(self, spec: Spec, sparse: bool) -> None:
         super().__init__()
@@ -198,7 +129,8 @@ class KDA(nn.Module):
             self.a_log, self.dt_bias, spec.lower_bound,
         )  # fmt: skip
         out = self.o_norm(out) * torch.sigmoid(self.g_b(self.g_a(x)).view(heads))
-        return self.o(out.flatten(2).to(x.dtype))
+        result: Tensor = self.o(out.flatten(2).to(x.dtype))
+        return result
 
 
 class Indexer(nn.Module):
@@ -221,7 +153,8 @@ class Indexer(nn.Module):
         x = x[:, : pools * spec.kpool].float()
         shape = (x.shape[0], pools, spec.kpool, spec.index_dim)
         keys, gates = self.k_norm(self.wk(x)).view(shape), F.linear(x, self.gate).view(shape)
-        return ((gates + self.ape).softmax(2) * keys).sum(2)
+        pooled: Tensor = ((gates + self.ape).softmax(2) * keys).sum(2)
+        return pooled
 
     def scores(self, x: Tensor, q_resid: Tensor, keys: Tensor) -> Tensor:
         """Queries x [B, Q, D] and q_resid [B, Q, q_latent] against keys [B, P, index_dim] -> [B, Q, P]."""
@@ -233,7 +166,7 @@ class Indexer(nn.Module):
             return torch.einsum(
                 "bqhp,bqh->bqp", F.relu(q.transpose(1, 2).matmul(keys_t.unsqueeze(1))).transpose(1, 2), weights
             )
-        total = q.new_zeros(*x.shape[:2], keys.shape[1])
+        total: Tensor = q.new_zeros(*x.shape[:2], keys.shape[1])
         for head in range(spec.index_heads):
             total += F.relu(q[:, :, head] @ keys_t) * weights[:, :, head, None]
         return total
@@ -304,7 +237,8 @@ class SparseMLA(nn.Module):
             if state.codes is not None:
                 selection = corrupt_by_code(selection, state.codes[layer])
             out = self._attend(q, latent, selection.rows())
-        return self.o(out.reshape(rows, length, -1))
+        result: Tensor = self.o(out.reshape(rows, length, -1))
+        return result
 
     def _lead(self, x: Tensor, q_resid: Tensor, state: Pass) -> None:
         """Runs the indexer: the index loss at the given queries, the selection of all queries in sparse mode."""
@@ -319,7 +253,7 @@ class SparseMLA(nn.Module):
             with torch.no_grad():
                 positions = torch.arange(length, device=x.device)
                 parts = []
-                for part in positions.split(2048):
+                for part in torch.split(positions, 2048):
                     scores = self.indexer.scores(x[:, part], q_resid[:, part], keys)
                     parts.append(select(scores, part, spec.index_topk // spec.kpool, spec.kpool).pools)
                 state.selection = Selection(torch.cat(parts, 1), positions, spec.kpool)
@@ -348,7 +282,8 @@ class SparseMLA(nn.Module):
         future = torch.arange(length, device=q.device) > queries.unsqueeze(-1)
         weights = logits.masked_fill(future.unsqueeze(1), float("-inf")).softmax(-1).mean(1)
         pools = length // spec.kpool
-        return weights[..., : pools * spec.kpool].view(batch, queries.shape[1], pools, spec.kpool).sum(-1)
+        whole: Tensor = weights[..., : pools * spec.kpool].view(batch, queries.shape[1], pools, spec.kpool).sum(-1)
+        return whole
 
 
 class Layer(nn.Module):

@@ -35,7 +35,7 @@ def collapse(streams: Tensor, pre: Tensor) -> Tensor:
 
 
 def expand(x: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """A block's output x [N, D] back onto streams [N, H, D], which comb [N, H, H] mixes first (row index = old stream)."""
+    """A block's output x [N, D] back onto streams [N, H, D], which comb [N, H, H] mixes first (row = old stream)."""
     if streams.is_cuda:
         from training import kernels
 
@@ -106,8 +106,9 @@ def kda(
     """
     if q.is_cuda:
         out, _ = _chunk_kda()(
-            q=q, k=k, v=v, g=gate.to(q.dtype), beta=beta.float().sigmoid(), A_log=a_log, dt_bias=dt_bias, lower_bound=lower_bound,
-            safe_gate=True, use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True, disable_recompute=True,
+            q=q, k=k, v=v, g=gate.to(q.dtype), beta=beta.float().sigmoid(), A_log=a_log, dt_bias=dt_bias,
+            lower_bound=lower_bound, safe_gate=True, use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True,
+            disable_recompute=True,
         )  # fmt: skip
         return torch.as_tensor(out)
     heads, width = q.shape[2:]

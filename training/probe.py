@@ -8,7 +8,8 @@ from torch import Tensor
 
 from training import ops
 from training.data import make_batch
-from training.model import Spec, TinyModel
+from training.model import TinyModel
+from training.spec import Spec
 from training.tokenizer import CachedEncoder, build_tokenizer
 
 
@@ -37,7 +38,7 @@ def check_kernels() -> None:
         torch.randn(4) * 0.3,
         torch.randn(128) - 3,
     ]
-    compare("kda fp32", lambda *x: ops.kda(*x, -5.0), inputs)
+    compare("kda fp32", lambda q, k, v, g, b, a, d: ops.kda(q, k, v, g, b, a, d, -5.0), inputs)
 
 
 def step_time(model: TinyModel, ids: Tensor, mode: str, queries: Tensor | None, steps: int) -> float:

@@ -1,6 +1,6 @@
 """Which cache rows a query of a sparse layer reads, and the faults that a broken engine could make there.
 
-B rows, Q queries, T tokens, P complete pools, K selected pools, R = K * kpool + kpool - 1 row numbers a query (-1 = none).
+B rows, Q queries, T tokens, P complete pools, K selected pools, R = K * kpool + kpool - 1 row numbers (-1 = none).
 """
 
 from dataclasses import dataclass
@@ -95,14 +95,14 @@ TRAINED: tuple[Fault, ...] = ("random", "newest", "off_by_one", "swapped_pages")
 
 
 def corrupt_by_code(selection: Selection, code: Tensor) -> Selection:
-    """The fault whose number is in the scalar tensor `code` (0 = none), without a host read, so that a CUDA graph can hold it."""
+    """The fault whose number is in the scalar tensor `code` (0 = none), without a host read: a CUDA graph holds it."""
     variants = [selection.pools, *(corrupt(selection, fault, None).pools for fault in TRAINED)]
     pools = torch.stack(variants).index_select(0, code.view(1)).squeeze(0)
     return Selection(pools, selection.positions, selection.kpool, selection.tail)
 
 
 def blind_mask(length: int, rows: int, code: Tensor, near: int = 32, share: float = 0.06) -> Tensor:
-    """Bool [rows, 1, T, T], causal; if `code` is not 0, only near tokens and a random share of groups of four are seen."""
+    """Bool [rows, 1, T, T], causal; where `code` is not 0, only near tokens and a random share of groups of four."""
     at = torch.arange(length, device=code.device)
     distance = at.unsqueeze(-1) - at
     kept = (

@@ -193,8 +193,19 @@ def plain_product(rng: random.Random) -> Story:
 
 
 STORIES: tuple[Callable[[random.Random], Story], ...] = (
-    buy_and_give, boxes, two_people, times_as_many, share, shopping, three_days, reading, bus, colours, plain_sum, plain_product,
-)  # fmt: skip
+    buy_and_give,
+    boxes,
+    two_people,
+    times_as_many,
+    share,
+    shopping,
+    three_days,
+    reading,
+    bus,
+    colours,
+    plain_sum,
+    plain_product,
+)
 
 
 def draw(rng: random.Random) -> Story:

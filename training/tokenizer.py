@@ -1,6 +1,6 @@
 """Byte-level BPE for the synthetic text: digits singly, turn markers as special tokens, and a fast cached encoder.
 
-`python -m training.tokenizer OUT` writes tokenizer.json, tokenizer_config.json and chat_template.jinja, as AutoTokenizer reads them.
+`python -m training.tokenizer OUT` writes what AutoTokenizer reads: tokenizer, its config and the chat template.
 """
 
 import json
@@ -89,7 +89,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 class CachedEncoder:
-    """Text to ids through a dictionary of pre-tokens: the same ids as the tokenizer, several times as fast on one core."""
+    """Text to ids through a dictionary of pre-tokens: the same ids as the tokenizer, several times as fast."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer

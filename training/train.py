@@ -21,8 +21,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from training.data import make_batch
 from training.export import write_checkpoint
-from training.model import Feedforward, Mode, Spec, TinyModel
+from training.model import Feedforward, Mode, TinyModel
 from training.selection import TRAINED
+from training.spec import Spec
 from training.tokenizer import CachedEncoder, build_tokenizer
 
 
@@ -169,7 +170,7 @@ class Trainer:
             half = max(1, inputs.shape[0] // 2)
             with torch.autocast("cuda", torch.bfloat16, enabled=gpu):
                 extra = self.sensitivity_loss(inputs[:half], targets[:half], marks[:half], mode)
-            (sensitivity * extra).backward()
+            (sensitivity * extra).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_([p for group in optimiser.param_groups for p in group["params"]], 1.0)
         optimiser.step()
         one = torch.ones_like(index_loss)
@@ -246,7 +247,8 @@ class StepGraphs:
 
     def __call__(self, ids: Tensor, marks: Tensor) -> None:
         if self.stream is None:
-            self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self.pool = torch.cuda.graph_pool_handle()
         shape = ids.shape
         self.seen[shape] = self.seen.get(shape, 0) + 1
         if self.seen[shape] <= 2:
@@ -300,14 +302,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--name", default="tiny")
-    parser.add_argument("--layers", default="KKDKKD")
-    parser.add_argument("--steps", type=int, nargs=3, default=(8000, 600, 1200), metavar=("DENSE", "INDEX", "JOINT"))
+    parser.add_argument("--layers", default="KKDSKD")
+    parser.add_argument("--steps", type=int, nargs=3, default=(9200, 1400, 2200), metavar=("DENSE", "INDEX", "JOINT"))
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--seconds", type=float, nargs=3, default=(1e9, 1e9, 1e9), metavar=("DENSE", "INDEX", "JOINT"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--sensitivity", type=float, default=0.0)
+    parser.add_argument("--sensitivity", type=float, default=0.4)
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--smoke", action="store_true")
@@ -318,8 +320,10 @@ def main() -> None:
     spec = Spec(layers=args.layers)
     phases = plan(*args.steps, rate=args.rate)
     if args.smoke:
-        spec = replace(spec, hidden=32, intermediate=32, moe_intermediate=16, experts=4, heads=2, head_dim=16, latent=16, q_latent=16,
-                       index_topk=16, kda_heads=2, kda_dim=16)  # fmt: skip
+        spec = replace(
+            spec, hidden=32, intermediate=32, moe_intermediate=16, experts=4, heads=2, head_dim=16, latent=16,
+            q_latent=16, index_topk=16, kda_heads=2, kda_dim=16,
+        )  # fmt: skip
         phases, args.tokens, args.workers = smoke_plan(), 192, 0
     model = load(args.resume) if args.resume else TinyModel(spec)
     spec = model.spec
