@@ -21,3 +21,5 @@ BF16_ROWS_LOGPROB = 0.02
 """Median over rows of the largest change when KV rows alone are bf16 (8 bits), in nats, on tiny random models."""
 FP8_ROWS_LOGPROB = 0.2
 """The same for E4M3 rows (4 bits of significand), per-tile scales."""
+SCORE_TIE = 1e-5
+"""Index scores of order one whose difference is fp32 rounding: which of the two is selected is not defined."""
