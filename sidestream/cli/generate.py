@@ -215,8 +215,8 @@ def _demo(llm: Any, entries: list[dict[str, Any]], prompts: list[dict[str, Any]]
     seconds = time.perf_counter() - started
     for index, entry in enumerate(entries):
         output = outputs[index]
-        text, expected = output.outputs[0].text.strip(), str(entry.get("answer", ""))
-        good = text.split("####")[-1].strip() == expected
+        text, expected = output.outputs[0].text.strip(), str(entry.get("answer", "")).strip()
+        good = text == expected
         right += good
         console.rule(f"{entry.get('kind', 'prompt')}, {len(output.prompt_token_ids)} prompt tokens", align="left")
         console.print(Text(_shorten(str(entry.get("prompt", entry.get("messages"))))))

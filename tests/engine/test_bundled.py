@@ -134,15 +134,20 @@ def test_log_probabilities_and_selected_sets_equal_transformers(llm: LLM) -> Non
 
 @pytest.fixture(scope="module")
 def questions(llm: LLM) -> Iterator[dict[str, list[tuple[list[int], list[int]]]]]:
-    """Prompt and answer ids of retrieval and chain questions."""
+    """Prompt and answer ids: facts whose value is a code, facts whose value is a word, and link chains."""
     end = llm.built.config.model.eos_token_ids[0]
 
     def encode(text: str) -> list[int]:
         return list(llm.tokenizer(text, add_special_tokens=False).input_ids)  # type: ignore[misc]
 
+    asked = {
+        "codes": items(llm, "retrieval", CONTEXT, ITEMS),
+        "words": [item for item in items(llm, "retrieval", CONTEXT, 40) if not item.answer_text[1].isdigit()][:ITEMS],
+        "chains": items(llm, "chain", CONTEXT, ITEMS),
+    }
     yield {
-        kind: [(encode(item.prompt), [*encode(item.answer_text), end]) for item in items(llm, kind, CONTEXT, ITEMS)]
-        for kind in ("retrieval", "chain")
+        kind: [(encode(item.prompt), [*encode(item.answer_text), end]) for item in chosen]
+        for kind, chosen in asked.items()
     }
 
 
