@@ -45,24 +45,28 @@ class HyperConnection:
     def __init__(self, loader: LayerLoader, config: ModelConfig, *, norm: str, site: str) -> None:
         hc = config.hyper_connection
         assert hc is not None
-        mix = (2 + hc.mult) * hc.mult
+        parts = [hc.mult, hc.mult, hc.mult**2]
+        rows = sum(parts)
         self.hc = hc
-        self.weight = loader.tensor(f"{norm}.weight", (config.hidden_size,))
+        self.norm_weight = torch.ones(2, config.hidden_size, dtype=loader.dtype, device=loader.device)
+        loader.source.load(f"{loader.prefix}{norm}.weight", self.norm_weight[0])
         self.norm_eps = config.rms_norm_eps
-        self.fn = loader.tensor(f"hc_{site}_fn", (mix, hc.mult * config.hidden_size), dtype=torch.float32)
-        self.base = loader.tensor(f"hc_{site}_base", (mix,), dtype=torch.float32)
-        self.scale = loader.tensor(f"hc_{site}_scale", (3,), dtype=torch.float32)
+        self.fn = loader.tensor(f"hc_{site}_fn", (rows, hc.mult * config.hidden_size), dtype=torch.float32)
+        self.base = loader.tensor(f"hc_{site}_base", (rows,), dtype=torch.float32)
+        scale = loader.tensor(f"hc_{site}_scale", (3,), dtype=torch.float32)
+        for part, factor in zip(torch.split(self.fn, parts), scale, strict=True):
+            part.mul_(factor)  # a product less in every step
 
     def __call__(self, streams: torch.Tensor, sublayer: Sublayer) -> torch.Tensor:
         """streams [T, S, hidden] -> [T, S, hidden]."""
-        collapsed, post, comb = hyper_connection_pre(
+        hc = self.hc
+        normed, post, mix = hyper_connection_pre(
             streams,
             self.fn,
             self.base,
-            scale=self.scale,
+            norm_weight=self.norm_weight,
             norm_eps=self.norm_eps,
-            eps=self.hc.eps,
-            iters=self.hc.sinkhorn_iters,
+            eps=hc.eps,
+            iters=hc.sinkhorn_iters,
         )
-        output = sublayer(rms_norm(collapsed, self.weight, self.norm_eps))
-        return hyper_connection_post(streams, output, post, comb=comb)
+        return hyper_connection_post(streams, sublayer(normed), post, mix=mix)

@@ -3,6 +3,10 @@
 The Sinkhorn iteration works on [S * S, T], so that it runs along tokens, with a last row of ones: one product with a
 constant matrix gives every entry its row's (or column's) sum plus ``eps``, and one division normalises. Few tokens use
 numpy, whose calls cost a third of torch's; many use torch, which has threads. The two differ by rounding only.
+
+The sublayer's input norm is part of the collapse, for the RMS norm of x is the layer norm of [x, -x], whose mean is
+zero and whose variance is x's mean square: the product that collapses gives -x for next to nothing, and the layer norm
+is one call where an RMS norm takes five.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
-from sidestream.ops.norm.torch_impl import inverse_rms
+from sidestream.ops.norm.torch_impl import inverse_rms, rms_norm
 
 NUMPY_MAX_TOKENS = 128
 """Above it (on a CPU) torch's Sinkhorn loop is faster than numpy's."""
@@ -24,74 +29,78 @@ def hyper_connection_pre(
     fn: torch.Tensor,
     base: torch.Tensor,
     *,
-    scale: torch.Tensor,
+    norm_weight: torch.Tensor,
     norm_eps: float,
     eps: float,
     iters: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Collapse the residual streams into a sublayer's input, and say how its output will be spread.
+    """Collapse the residual streams into a sublayer's normalised input, and say how its output will be spread.
 
-    Formula: ``Glm5NextTextHyperConnection`` (manifold-constrained hyper-connections, Xie et al. 2026, section 2.2);
-    everything but ``collapsed`` is fp32 whatever the streams are.
+    Formula: ``Glm5NextTextHyperConnection`` (manifold-constrained hyper-connections, Xie et al. 2026, section 2.2),
+    then the RMS norm that follows it; everything before the norm is fp32 whatever the streams are. The model's three
+    scales are expected in the rows of ``fn`` already (``layers/residual.py`` multiplies them in when loading).
 
     Args:
         streams: [T, S, H], contiguous.
-        fn: [(2 + S) * S, S * H] fp32, rows for pre [S], post [S], comb [S * S].
+        fn: [(2 + S) * S, S * H] fp32, rows for pre [S], post [S], comb [S * S], times the scale of their part.
         base: [(2 + S) * S] fp32.
-        scale: [3] fp32, of pre, post and comb.
-        norm_eps: of the RMS norm over all streams of a token.
+        norm_weight: [2, H], the weight of the sublayer's input norm, then anything finite (the place of -x).
+        norm_eps: of that norm, and of the RMS norm over all streams of a token.
         eps: added to pre, to comb and to every Sinkhorn sum; > 0.
         iters: Sinkhorn iterations, >= 1; columns are normalised last.
     Returns:
-        (collapsed [T, H] in ``streams.dtype``, post [T, S] fp32, comb [T, S, S] fp32), all contiguous.
+        (input [T, H] in ``streams.dtype``; post [T, S, 1] fp32, half of the formula's; mix [T, S, S] fp32: what stream
+        i adds to new stream j is at [j, i]). The first two may be strided.
     """
     T, S, H = streams.shape
     wide = streams.float()
     flat = wide.view(T, S * H)
-    mix = torch.mm(fn, flat.t()).mul_(inverse_rms(flat, norm_eps).t())
-    parts = _parts(S, scale.device)
-    logits = torch.addcmul(base.unsqueeze(1), mix, scale.index_select(0, parts).unsqueeze(1))
-    gates = torch.sigmoid(logits[: 2 * S])
-    comb = torch.softmax(logits[2 * S :].view(S, S, T), dim=1).view(S * S, T)
-    if comb.device.type == "cpu" and T <= NUMPY_MAX_TOKENS:
-        pre, post, comb = _finish_numpy(gates, comb, S, eps, iters)
-    else:
-        pre, post, comb = _finish_torch(gates, comb, S, eps, iters)
-    collapsed = torch.bmm(pre, wide).view(T, H)
-    return collapsed.to(streams.dtype), post, comb
+    logits = torch.addcmul(base, F.linear(flat, fn), inverse_rms(flat, norm_eps))
+    gates = torch.sigmoid(logits)
+    # Over all rows, of which the last S * S count: cheaper than a copy of those.
+    comb = torch.softmax(logits.view(T, 2 + S, S), dim=2)[:, 2:]
+    small = comb.device.type == "cpu" and T <= NUMPY_MAX_TOKENS
+    mix = _sinkhorn_numpy(comb, eps, iters) if small else _sinkhorn_torch(comb, eps, iters)
+    signs = _signs(eps, comb.device)
+    pre = torch.addcmul(signs[1], gates[:, :S].unsqueeze(1), signs[0])
+    collapsed = torch.bmm(pre, wide)  # x and -x
+    post = gates[:, S : 2 * S].unsqueeze(2)
+    if streams.dtype is torch.float32:
+        return torch.layer_norm(collapsed, norm_weight.shape, norm_weight, None, norm_eps)[:, 0], post, mix
+    return rms_norm(collapsed[:, 0].to(streams.dtype), norm_weight[0], norm_eps), post, mix
 
 
 def hyper_connection_post(
-    streams: torch.Tensor, output: torch.Tensor, post: torch.Tensor, *, comb: torch.Tensor
+    streams: torch.Tensor, output: torch.Tensor, post: torch.Tensor, *, mix: torch.Tensor
 ) -> torch.Tensor:
-    """New streams: ``out[j] = post[j] * output + sum over i of comb[i, j] * streams[i]``.
+    """New streams: ``out[j] = 2 * post[j] * output + sum over i of mix[j, i] * streams[i]``.
 
     Formula: the residual update of ``Glm5NextTextDecoderLayer``.
 
     Args:
         streams: [T, S, H], the residual from before the sublayer.
         output: [T, H] of the sublayer.
-        post: [T, S] and
-        comb: [T, S, S] fp32, from ``hyper_connection_pre``; both are rounded to ``streams.dtype`` first, as there.
+        post: [T, S, 1] and
+        mix: [T, S, S] fp32, from ``hyper_connection_pre``; both are rounded to ``streams.dtype`` first, as there.
     Returns:
         [T, S, H] in ``streams.dtype``, new memory.
     """
-    mixed = torch.bmm(comb.to(streams.dtype).transpose(1, 2), streams)
-    return mixed.addcmul_(post.to(streams.dtype).unsqueeze(2), output.unsqueeze(1))
+    if streams.dtype is not torch.float32:
+        mix, post = mix.to(streams.dtype), post.to(streams.dtype)
+    return torch.bmm(mix, streams).addcmul_(post, output.unsqueeze(1), value=2)
 
 
-def _finish_numpy(
-    gates: torch.Tensor, comb: torch.Tensor, S: int, eps: float, iters: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """From sigmoids [2S, T] and softmax [S * S, T] to pre [T, 1, S], post [T, S], comb [T, S, S]."""
-    T = comb.shape[1]
+def _sinkhorn_numpy(comb: torch.Tensor, eps: float, iters: int) -> torch.Tensor:
+    """From softmax [T, S, S], indexed [i, j], to the mix [T, S, S], indexed [j, i]."""
+    T, S, _ = comb.shape
     columns, rows = _sums_numpy(S, eps)
     entries = np.empty((S * S + 1, T), dtype=np.float32)
     entries[-1] = 1.0
     matrix = entries[:-1]
-    sums = np.empty_like(matrix)
+    sums = np.empty((S * S, T), dtype=np.float32)
     dot, divide = np.dot, np.divide
-    np.add(comb.numpy(), eps, matrix)
+    matrix.reshape(S, S, T)[:] = comb.numpy().transpose(1, 2, 0)
+    np.add(matrix, np.float32(eps), matrix)
     dot(columns, entries, sums)
     divide(matrix, sums, matrix)
     for _ in range(iters - 1):
@@ -99,26 +108,19 @@ def _finish_numpy(
         divide(matrix, sums, matrix)
         dot(columns, entries, sums)
         divide(matrix, sums, matrix)
-    gate = torch.empty(2, T, S)  # torch's own memory: its alignment, which GEMM results can depend on
-    mixed = torch.empty(T, S, S)
-    gate_out, sigmoids = gate.numpy(), gates.numpy()
-    np.add(sigmoids[:S].T, eps, gate_out[0])
-    np.multiply(sigmoids[S:].T, 2.0, gate_out[1])
-    mixed.numpy().reshape(T, S * S)[:] = matrix.T
-    pre, post = gate.unbind(0)
-    return pre.unsqueeze(1), post, mixed
+    mix = torch.empty(T, S, S)  # torch's own memory: its alignment, which GEMM results can depend on
+    mix.numpy().transpose(2, 1, 0)[:] = matrix.reshape(S, S, T)
+    return mix
 
 
-def _finish_torch(
-    gates: torch.Tensor, comb: torch.Tensor, S: int, eps: float, iters: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As ``_finish_numpy``; a sum is computed once a row or column, and divides by broadcasting."""
-    T = comb.shape[1]
+def _sinkhorn_torch(comb: torch.Tensor, eps: float, iters: int) -> torch.Tensor:
+    """As ``_sinkhorn_numpy``; a sum is computed once a row or column, and divides by broadcasting."""
+    T, S, _ = comb.shape
     columns, rows = _sums_torch(S, eps, comb.device)
     entries = torch.empty(S * S + 1, T, dtype=torch.float32, device=comb.device)
     entries[-1] = 1.0
-    torch.add(comb, eps, out=entries[:-1])
     matrix = entries[:-1].view(S, S, T)
+    torch.add(comb.permute(1, 2, 0), eps, out=matrix)
     sums = torch.empty(S, T, dtype=torch.float32, device=comb.device)
     of_columns, of_rows = sums.unsqueeze(0), sums.unsqueeze(1)
     torch.mm(columns, entries, out=sums)
@@ -128,9 +130,15 @@ def _finish_torch(
         matrix.div_(of_rows)
         torch.mm(columns, entries, out=sums)
         matrix.div_(of_columns)
-    pre = gates[:S].t().add(eps).contiguous().unsqueeze(1)
-    post = gates[S:].t().mul(2).contiguous()
-    return pre, post, matrix.permute(2, 0, 1).contiguous()
+    return matrix.permute(2, 1, 0).contiguous()
+
+
+@lru_cache(maxsize=8)
+def _signs(eps: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """[2, 1] factors 1 and -1, and what is added to them: ``eps`` and ``-eps``."""
+    with torch.inference_mode(False):
+        signs = torch.tensor([[1.0], [-1.0]], device=device)
+        return signs, eps * signs
 
 
 @lru_cache(maxsize=8)
@@ -148,10 +156,3 @@ def _sums_torch(S: int, eps: float, device: torch.device) -> tuple[torch.Tensor,
     columns, rows = _sums_numpy(S, eps)
     with torch.inference_mode(False):
         return torch.from_numpy(columns[:S].copy()).to(device), torch.from_numpy(rows[::S].copy()).to(device)
-
-
-@lru_cache(maxsize=8)
-def _parts(S: int, device: torch.device) -> torch.Tensor:
-    """[(2 + S) * S] int64: which of the three scales a row of ``fn`` belongs to."""
-    with torch.inference_mode(False):
-        return torch.tensor([0] * S + [1] * S + [2] * S * S, device=device)
