@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -133,7 +132,7 @@ def test_log_probabilities_and_selected_sets_equal_transformers(llm: LLM) -> Non
 
 
 @pytest.fixture(scope="module")
-def questions(llm: LLM) -> Iterator[dict[str, list[tuple[list[int], list[int]]]]]:
+def questions(llm: LLM) -> dict[str, list[tuple[list[int], list[int]]]]:
     """Prompt and answer ids: facts whose value is a code, facts whose value is a word, and link chains."""
     end = llm.built.config.model.eos_token_ids[0]
 
@@ -145,7 +144,7 @@ def questions(llm: LLM) -> Iterator[dict[str, list[tuple[list[int], list[int]]]]
         "words": [item for item in items(llm, "retrieval", CONTEXT, 40) if not item.answer_text[1].isdigit()][:ITEMS],
         "chains": items(llm, "chain", CONTEXT, ITEMS),
     }
-    yield {
+    return {
         kind: [(encode(item.prompt), [*encode(item.answer_text), end]) for item in chosen]
         for kind, chosen in asked.items()
     }
