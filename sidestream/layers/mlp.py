@@ -8,6 +8,7 @@ from sidestream.config.model import ModelConfig
 from sidestream.core.forward_context import get_forward_context
 from sidestream.layers.linear import MergedLinear, Projection, RowLinear
 from sidestream.layers.loader import LayerLoader
+from sidestream.layers.padding import pad_rows
 from sidestream.ops.moe import experts, route, swiglu
 
 
@@ -48,23 +49,34 @@ class MoeMlp:
             loader.source.load(f"{name}.gate_proj.weight", self.w13[expert, :local], shard=loader.shard(0))
             loader.source.load(f"{name}.up_proj.weight", self.w13[expert, local:], shard=loader.shard(0))
             loader.source.load(f"{name}.down_proj.weight", self.w2[expert], shard=loader.shard(1))
-        self.shared = DenseMlp(loader.at("shared_experts"), config, moe.intermediate_size * moe.num_shared_experts)
+        shared, width = loader.at("shared_experts"), local * moe.num_shared_experts
+        self.shared_w13 = torch.empty(2 * width, hidden, dtype=loader.dtype, device=loader.device)
+        loader.source.load(f"{shared.prefix}gate_proj.weight", self.shared_w13[:width], shard=loader.shard(0))
+        loader.source.load(f"{shared.prefix}up_proj.weight", self.shared_w13[width:], shard=loader.shard(0))
+        self.shared_w2 = shared.tensor("down_proj.weight", (hidden, width), shard=loader.shard(1))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [Tp, hidden] -> [Tp, hidden]; padding rows pass the shared experts only."""
-        tokens = get_forward_context().inputs.num_tokens
-        real = x[:tokens]
+        """x [Tp, hidden] -> [Tp, hidden]; zeros behind the true tokens."""
+        moe = self.moe
+        real = x[: get_forward_context().inputs.num_tokens]
         weights, ids = route(
             real,
             self.router,
             self.bias,
-            top_k=self.moe.top_k,
-            num_groups=self.moe.num_groups,
-            topk_groups=self.moe.topk_groups,
-            norm_topk_prob=self.moe.norm_topk_prob,
-            scale=self.moe.routed_scaling_factor,
+            top_k=moe.top_k,
+            num_groups=moe.num_groups,
+            topk_groups=moe.topk_groups,
+            norm_topk_prob=moe.norm_topk_prob,
+            scale=moe.routed_scaling_factor,
         )
-        routed = experts(real, self.w13, self.w2, weights=weights, ids=ids, swiglu_limit=self.limit)
-        out = self.shared(x)
-        out[:tokens] += self.group.all_reduce(routed)
-        return out
+        out = experts(
+            real,
+            self.w13,
+            self.w2,
+            shared_w13=self.shared_w13,
+            shared_w2=self.shared_w2,
+            weights=weights,
+            ids=ids,
+            swiglu_limit=self.limit,
+        )
+        return pad_rows(self.group.all_reduce(out), x.shape[0])

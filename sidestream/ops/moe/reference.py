@@ -40,12 +40,15 @@ def experts(
     w13: torch.Tensor,
     w2: torch.Tensor,
     *,
+    shared_w13: torch.Tensor,
+    shared_w2: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
     swiglu_limit: float | None,
 ) -> torch.Tensor:
     """Each token through each of its experts, summed in the order of ``ids``. See ``torch_impl.experts``."""
-    out = torch.zeros(x.shape, dtype=torch.float32)
+    shared = swiglu((x @ shared_w13.T).float(), limit=swiglu_limit).to(x.dtype)
+    out = (shared @ shared_w2.T).float()
     for t in range(x.shape[0]):
         for slot in range(ids.shape[1]):
             expert = int(ids[t, slot])

@@ -1,16 +1,21 @@
-"""Router and experts without a host read: one path for one row and for thousands.
+"""Router and experts: rows are sorted by expert, and each expert multiplies its own.
 
-Rows are sorted by expert and multiplied by ``grouped_mm``, which visits only the experts that have rows. Measured on a
-CPU with 8 experts of 192 x 128 and top-2, it beats products with all experts from 8 rows on, and copies of the chosen
-experts' weights at any size.
+Many rows go through ``grouped_mm``, without a host read. Measured on a CPU with 8 experts of 192 x 128 and top-2, it
+beats products with all experts from 8 rows on, and copies of the chosen experts' weights at any size. It spends 10 us
+on every expert, though, chosen or not; so few rows on a CPU, where ids are on the host anyway, are grouped by numpy
+and visit the chosen experts alone.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+
+FEW_ROWS = 64
+"""Pairs of token and expert up to which the host groups them."""
 
 
 def route(
@@ -40,6 +45,8 @@ def route(
         (weights [T, top_k] fp32, ids [T, top_k] int64), best first.
     """
     scores = F.linear(x.float(), weight).sigmoid_()
+    if _few(x, top_k) and topk_groups == num_groups:
+        return _choose_numpy(scores, bias, top_k, norm_topk_prob, scale)
     biased = scores + bias
     if topk_groups < num_groups:
         biased = _keep_best_groups(biased, num_groups, topk_groups)
@@ -48,6 +55,29 @@ def route(
     if norm_topk_prob:
         weights.div_(weights.sum(dim=1, keepdim=True).add_(1e-20))
     return weights.mul_(scale), ids
+
+
+def _few(x: torch.Tensor, top_k: int) -> bool:
+    return x.device.type == "cpu" and 0 < x.shape[0] * top_k <= FEW_ROWS
+
+
+def _choose_numpy(
+    scores: torch.Tensor, bias: torch.Tensor, top_k: int, norm_topk_prob: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``route`` behind the scores [T, E], for one group of experts."""
+    T, E = scores.shape
+    unbiased = scores.numpy()
+    worst_first = np.add(unbiased, bias.numpy())
+    np.negative(worst_first, worst_first)
+    ids = worst_first.argsort(axis=1, kind="stable")[:, :top_k]  # NaN comes last
+    picked = unbiased.ravel().take(ids + np.arange(0, T * E, E)[:, None])
+    if norm_topk_prob:
+        total = np.add.reduce(picked, axis=1, keepdims=True)
+        np.add(total, np.float32(1e-20), total)
+        np.divide(picked, total, picked)
+    weights = torch.empty(T, top_k)
+    np.multiply(picked, np.float32(scale), weights.numpy())
+    return weights, torch.from_numpy(np.ascontiguousarray(ids))
 
 
 def _keep_best_groups(biased: torch.Tensor, num_groups: int, topk_groups: int) -> torch.Tensor:
@@ -69,37 +99,89 @@ def experts(
     w13: torch.Tensor,
     w2: torch.Tensor,
     *,
+    shared_w13: torch.Tensor,
+    shared_w2: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
     swiglu_limit: float | None,
 ) -> torch.Tensor:
-    """Weighted sum of each token's experts, in the order of ``ids``, accumulated in fp32.
+    """The shared expert plus the weighted sum of each token's own, in the order of ``ids``, accumulated in fp32.
 
-    Formula: ``*Experts`` of transformers. A token's sum never depends on which experts other tokens chose, but the
-    products' rounding may depend on how many rows share an expert, as in any GEMM.
+    Formula: ``*MoE`` and ``*Experts`` of transformers. A token's sum never depends on which experts other tokens chose,
+    but the products' rounding may depend on how many rows share an expert, as in any GEMM.
 
     Args:
         x: [T, H].
         w13: [E, 2I, H], gate rows, then up rows.
         w2: [E, H, I].
+        shared_w13: [2J, H], shared_w2: [H, J], of the expert that every token takes with weight 1.
         weights: [T, top_k] fp32.
         ids: [T, top_k] int64.
         swiglu_limit: clamps gate from above and up on both sides; None leaves them.
     Returns:
         [T, H] in ``x.dtype``.
     """
-    T, H = x.shape
-    top_k = ids.shape[1]
-    if _fits_grouped_mm(w13) and _fits_grouped_mm(w2):
-        expert, order = torch.sort(ids.reshape(-1), stable=True)
-        ends = torch.searchsorted(expert, _expert_bounds(w13.shape[0], ids.device), out_int32=True)
-        rows = x.index_select(0, order // top_k)
-        hidden = swiglu(F.grouped_mm(rows, w13.transpose(1, 2), offs=ends), limit=swiglu_limit)
-        by_expert = F.grouped_mm(hidden, w2.transpose(1, 2), offs=ends)
-        chosen = torch.empty_like(by_expert).index_copy_(0, order, by_expert).view(T, top_k, H)
+    if _few(x, ids.shape[1]):
+        chosen, shared = _few_experts(x, w13, w2, (shared_w13, shared_w2), ids, swiglu_limit)
     else:
-        chosen = _all_experts(x, w13, w2, ids, swiglu_limit)
-    return torch.bmm(weights.unsqueeze(1), chosen.float()).view(T, H).to(x.dtype)
+        fits = _fits_grouped_mm(w13) and _fits_grouped_mm(w2)
+        chosen = (_grouped_experts if fits else _all_experts)(x, w13, w2, ids, swiglu_limit)
+        shared = F.linear(swiglu(F.linear(x, shared_w13), limit=swiglu_limit), shared_w2)
+    summed = torch.baddbmm(shared.float().unsqueeze(1), weights.unsqueeze(1), chosen.float())
+    return summed.squeeze(1).to(x.dtype)
+
+
+def _few_experts(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    shared: tuple[torch.Tensor, torch.Tensor],
+    ids: torch.Tensor,
+    swiglu_limit: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chosen [T, top_k, H] and shared [T, H], one product an expert that has rows."""
+    T, top_k = ids.shape
+    if T == 1:
+        order, names, sizes = None, ids.numpy()[0].tolist(), [1] * top_k
+        rows = [x] * top_k
+    else:
+        by_pair = ids.numpy().ravel()
+        order = by_pair.argsort(kind="stable")
+        counts = np.bincount(by_pair, minlength=w13.shape[0])
+        names = np.flatnonzero(counts).tolist()
+        sizes = counts[names].tolist()
+        rows = list(torch.split(x.index_select(0, torch.from_numpy(order // top_k)), sizes))
+    hidden = _swiglu_parts(
+        [*map(F.linear, rows, (w13[name] for name in names)), F.linear(x, shared[0])], [*sizes, T], swiglu_limit
+    )
+    shared_out = F.linear(hidden.pop(), shared[1])
+    out = torch.cat([*map(F.linear, hidden, (w2[name] for name in names))])
+    if order is not None:
+        place = np.empty_like(order)
+        place[order] = np.arange(T * top_k)
+        out = out.index_select(0, torch.from_numpy(place))
+    return out.view(T, top_k, -1), shared_out
+
+
+def _swiglu_parts(parts: list[torch.Tensor], sizes: list[int], limit: float | None) -> list[torch.Tensor]:
+    """``swiglu`` of each part, in one go; the last may be wider."""
+    if parts[0].shape[1] == parts[-1].shape[1]:
+        return list(torch.split(swiglu(torch.cat(parts), limit=limit), sizes))
+    routed = torch.split(swiglu(torch.cat(parts[:-1]), limit=limit), sizes[:-1])
+    return [*routed, swiglu(parts[-1], limit=limit)]
+
+
+def _grouped_experts(
+    x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, ids: torch.Tensor, swiglu_limit: float | None
+) -> torch.Tensor:
+    """Chosen [T, top_k, H] by ``grouped_mm``."""
+    T, top_k = ids.shape
+    expert, order = torch.sort(ids.reshape(-1), stable=True)
+    ends = torch.searchsorted(expert, _expert_bounds(w13.shape[0], ids.device), out_int32=True)
+    rows = x.index_select(0, order // top_k)
+    hidden = swiglu(F.grouped_mm(rows, w13.transpose(1, 2), offs=ends), limit=swiglu_limit)
+    by_expert = F.grouped_mm(hidden, w2.transpose(1, 2), offs=ends)
+    return torch.empty_like(by_expert).index_copy_(0, order, by_expert).view(T, top_k, x.shape[1])
 
 
 def _all_experts(

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from transformers.models.deepseek_v32.configuration_deepseek_v32 import DeepseekV32Config
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32TopkRouter
 from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
-from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextExperts
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextExperts, Glm5NextTextMLP
 
-from sidestream.ops.moe import experts, reference, route, swiglu
+from sidestream.ops.moe import experts, reference, route, swiglu, torch_impl
 from tests.tolerances import BF16_OUTPUT, BF16_STEPS, FP32_GEMM, FP32_ROUNDING
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -134,6 +134,12 @@ def random_experts(
     return w13.to(dtype), w2.to(dtype)
 
 
+def random_shared(hidden: int, intermediate: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The shared expert's keyword arguments."""
+    w13, w2 = random_experts(1, hidden, intermediate, dtype)
+    return {"shared_w13": -w13[0], "shared_w2": w2[0] / 4}  # sums stay of order one
+
+
 def random_choice(tokens: int, num_experts: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     gen = torch.Generator().manual_seed(tokens)
     ids = torch.rand(tokens, num_experts, generator=gen).argsort(dim=1)[:, :top_k]
@@ -141,11 +147,12 @@ def random_choice(tokens: int, num_experts: int, top_k: int) -> tuple[torch.Tens
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), [(32, 20), (48, 16), (30, 7)])  # the last one grouped_mm refuses
-@pytest.mark.parametrize("tokens", [0, 1, 2, 16, 150])
+@pytest.mark.parametrize("num_shared", [1, 2])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 16, 32, 33, 150])  # the host groups 64 pairs
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("limit", [None, 0.4])
 def test_experts_equal_transformers(
-    hidden: int, intermediate: int, tokens: int, dtype: torch.dtype, limit: float | None
+    hidden: int, intermediate: int, num_shared: int, tokens: int, dtype: torch.dtype, limit: float | None
 ) -> None:
     config = Glm5NextTextConfig(
         hidden_size=hidden,
@@ -156,56 +163,83 @@ def test_experts_equal_transformers(
     )
     oracle = Glm5NextTextExperts(config).to(dtype)
     w13, w2 = random_experts(8, hidden, intermediate, dtype)
-    x = torch.randn(tokens, hidden).to(dtype)
+    x = (torch.randn(tokens, hidden) * 0.6).to(dtype)
     weights, ids = random_choice(tokens, 8, 2)
+    width = num_shared * intermediate
+    shared = random_shared(hidden, width, dtype)
+    oracle_shared = Glm5NextTextMLP(config, intermediate_size=width).to(dtype)
     with torch.no_grad():
         oracle.gate_up_proj.copy_(w13)
         oracle.down_proj.copy_(w2)
-        want = oracle(x, ids, weights)
-    got = experts(x, w13, w2, weights=weights, ids=ids, swiglu_limit=limit)
+        oracle_shared.gate_proj.weight.copy_(shared["shared_w13"][:width])
+        oracle_shared.up_proj.weight.copy_(shared["shared_w13"][width:])
+        oracle_shared.down_proj.weight.copy_(shared["shared_w2"])
+        want = oracle(x, ids, weights) + oracle_shared(x)
+    got = experts(x, w13, w2, **shared, weights=weights, ids=ids, swiglu_limit=limit)
     assert got.dtype == dtype
     exact = dtype == torch.float32
     torch.testing.assert_close(got, want, rtol=0, atol=FP32_GEMM if exact else 2 * BF16_STEPS)
     if tokens <= 16:
-        want = reference.experts(x, w13, w2, weights=weights, ids=ids, swiglu_limit=limit)
+        want = reference.experts(x, w13, w2, **shared, weights=weights, ids=ids, swiglu_limit=limit)
         torch.testing.assert_close(got, want, rtol=0, atol=FP32_GEMM if exact else BF16_STEPS)
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), [(32, 20), (30, 7)])
+@pytest.mark.parametrize("tokens", [12, 60])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
-def test_a_garbage_token_hurts_no_other(hidden: int, intermediate: int, poison: float) -> None:
+def test_a_garbage_token_hurts_no_other(hidden: int, intermediate: int, tokens: int, poison: float) -> None:
     w13, w2 = random_experts(4, hidden, intermediate, torch.float32)
+    shared = random_shared(hidden, intermediate, torch.float32)
     router, bias = random_router(4, hidden)
-    x = torch.randn(12, hidden)
-    clean = experts(
-        x, w13, w2, weights=(wi := route(x, router, bias, top_k=2, **ONE_GROUP))[0], ids=wi[1], swiglu_limit=7.0
-    )
+    x = torch.randn(tokens, hidden)
+    clean_weights, clean_ids = route(x, router, bias, top_k=2, **ONE_GROUP)
+    clean = experts(x, w13, w2, **shared, weights=clean_weights, ids=clean_ids, swiglu_limit=7.0)
     x[4] = poison
     weights, ids = route(x, router, bias, top_k=2, **ONE_GROUP)
-    keep = [t for t in range(12) if t != 4]
-    assert torch.equal(ids[keep], wi[1][keep])
+    keep = [t for t in range(tokens) if t != 4]
+    assert torch.equal(ids[keep], clean_ids[keep])
     assert bool(((ids >= 0) & (ids < 4)).all()), "a NaN row must still name experts"
-    got = experts(x, w13, w2, weights=weights, ids=ids, swiglu_limit=7.0)
+    got = experts(x, w13, w2, **shared, weights=weights, ids=ids, swiglu_limit=7.0)
     torch.testing.assert_close(got[keep], clean[keep], rtol=0, atol=FP32_GEMM)
 
 
-def test_experts_that_nobody_chose_are_not_read() -> None:
+@pytest.mark.parametrize("repeats", [3, 13])
+def test_experts_that_nobody_chose_are_not_read(repeats: int) -> None:
     w13, w2 = random_experts(6, 32, 20, torch.float32)
-    weights, _ = random_choice(9, 6, 2)
-    ids = torch.tensor([[1, 4], [4, 1], [1, 4]] * 3)
-    clean = experts(torch.ones(9, 32), w13, w2, weights=weights, ids=ids, swiglu_limit=None)
+    shared = random_shared(32, 20, torch.float32)
+    tokens = 3 * repeats
+    weights, _ = random_choice(tokens, 6, 2)
+    ids = torch.tensor([[1, 4], [4, 1], [1, 4]] * repeats)
+    x = torch.ones(tokens, 32)
+    clean = experts(x, w13, w2, **shared, weights=weights, ids=ids, swiglu_limit=None)
     for expert in (0, 2, 3, 5):
         w13[expert], w2[expert] = float("nan"), float("nan")
-    assert torch.equal(experts(torch.ones(9, 32), w13, w2, weights=weights, ids=ids, swiglu_limit=None), clean)
+    assert torch.equal(experts(x, w13, w2, **shared, weights=weights, ids=ids, swiglu_limit=None), clean)
 
 
-def test_the_same_call_gives_the_same_bits() -> None:
+@pytest.mark.parametrize("tokens", [7, 200])
+def test_the_same_call_gives_the_same_bits(tokens: int) -> None:
     w13, w2 = random_experts(8, 64, 40, torch.float32)
-    x = torch.randn(200, 64)
-    weights, ids = random_choice(200, 8, 2)
-    first = experts(x, w13, w2, weights=weights, ids=ids, swiglu_limit=7.0)
-    for _ in range(3):
-        assert torch.equal(experts(x.clone(), w13, w2, weights=weights, ids=ids, swiglu_limit=7.0), first)
+    shared = random_shared(64, 40, torch.float32)
+    router, bias = random_router(8, 64)
+    x = torch.randn(tokens, 64)
+    weights, ids = route(x, router, bias, top_k=2, **ONE_GROUP)
+    first = experts(x, w13, w2, **shared, weights=weights, ids=ids, swiglu_limit=7.0)
+    for _ in range(5):
+        again = route(x.clone(), router, bias, top_k=2, **ONE_GROUP)
+        got = experts(x.clone(), w13, w2, **shared, weights=again[0], ids=again[1], swiglu_limit=7.0)
+        assert torch.equal(got, first)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_few_rows_and_many_choose_alike(top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    router, bias = random_router(16, 32)
+    x = torch.randn(torch_impl.FEW_ROWS // top_k, 32)
+    few = route(x, router, bias, top_k=top_k, **ONE_GROUP)
+    monkeypatch.setattr(torch_impl, "FEW_ROWS", 0)
+    many = route(x, router, bias, top_k=top_k, **ONE_GROUP)
+    assert torch.equal(few[1], many[1])
+    torch.testing.assert_close(few[0], many[0], rtol=0, atol=FP32_ROUNDING)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
