@@ -4,7 +4,8 @@
     ├── ConfigError          (ValueError)   a model or engine setting is wrong or not supported
     ├── CheckpointError      (ValueError)   files of a checkpoint are missing, broken or do not fit the config
     ├── RequestError         (ValueError)   one request asks for something impossible; nothing else changes
-    └── CapacityError        (MemoryError)  memory or a pool is too small for what was asked
+    ├── CapacityError        (MemoryError)  memory or a pool is too small for what was asked
+    └── HandoffError         (RuntimeError) one stream waits for another without its counterpart, or in the wrong step
 
 A message states the value, the limit, where the limit comes from, and the knob that moves it. What only a bug in
 Sidestream can cause is an ``assert``, not one of these.
@@ -29,3 +30,7 @@ class RequestError(SidestreamError, ValueError):
 
 class CapacityError(SidestreamError, MemoryError):
     """Something does not fit: weights, a cache pool, or a request into the pools."""
+
+
+class HandoffError(SidestreamError, RuntimeError):
+    """A wait without its publish, or a publish without its wait's terms; the message names both sides."""

@@ -1,0 +1,224 @@
+"""A handoff: one object that owns both sides of an ordering between two streams.
+
+What a wait becomes depends on where it stands and where the publish stood:
+
+    published in   waited on in                   policy external                     policy stream
+    eager          eager                          event                               whole-stream wait
+    capture X      capture X                      edge of the graph                   whole-stream wait, edges too
+    capture X      eager break or another graph   external event, recorded by X       whole-stream wait
+    eager          capture                        external event, awaited by a node   whole-stream wait before replay
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from sidestream.errors import HandoffError
+from sidestream.streams.backend import Event, Policy, Stream
+from sidestream.streams.runtime import Capture, Streams
+
+
+class WaitKind(Enum):
+    """What a wait became."""
+
+    EVENT = "event"
+    EDGE = "edge of the same graph"
+    EXTERNAL_EVENT = "external event recorded by a graph"
+    EXTERNAL_NODE = "external event awaited by a graph"
+    WHOLE_STREAM = "whole stream"
+
+
+@dataclass(slots=True)
+class _Publication:
+    """Where and when the last publish happened."""
+
+    step: int
+    source: Capture | None
+    stream: Stream
+    ran: bool
+    """False between the capture of a publish and the graph's first replay."""
+
+
+class Handoff:
+    """Orders work of one producer before work of its consumers, across streams and captures.
+
+    The producer calls ``publish()`` on its stream behind the work; each consumer calls ``wait()`` on its own stream
+    before it uses the result. Each step publishes at most once; a publication is valid in its step only.
+
+    Args:
+        streams: the device's streams.
+        name: unique among them.
+        producer: who publishes, in words for messages.
+        consumers: who may wait. One that is not listed is refused, so neither side can be added alone.
+
+    Attributes:
+        waits: how many waits became what, for tests and reports; a replayed graph's own waits are not counted again.
+
+    An event that a capture recorded belongs to that capture alone: each capture that publishes gets events of its own,
+    and a graph that waits on one may be replayed only in a step where the same graph published.
+    """
+
+    def __init__(self, streams: Streams, name: str, *, producer: str, consumers: Sequence[str]) -> None:
+        if not consumers:
+            raise HandoffError(f"handoff {name!r} of producer {producer!r} has no consumer")
+        streams.claim_name(name, producer)
+        self.name = name
+        self.producer = producer
+        self.consumers = tuple(consumers)
+        self.waits: Counter[WaitKind] = Counter()
+        self._streams = streams
+        self._external = streams.report.policy is Policy.EXTERNAL
+        # External, since a capture may wait on it; recorded eagerly it is an event like any other.
+        self._eager = streams.backend.new_event(external=self._external)
+        self._edges: dict[Capture, Event] = {}
+        self._externals: dict[Capture, Event] = {}
+        self._last: _Publication | None = None
+
+    def publish(self) -> None:
+        """Mark the end of the producer's work on the current stream.
+
+        Raises:
+            HandoffError: published already in this step.
+        """
+        streams, backend = self._streams, self._streams.backend
+        source = streams.open_capture
+        self._refuse_second(source)
+        if source is None:
+            if self._external:
+                backend.record(self._eager)
+        else:
+            assert backend.is_capturing(), (
+                f"{self._who()} publishes on stream {backend.current_stream().name!r}, which {source!r} does not record"
+            )
+            if self._external:
+                self._edges[source] = edge = backend.new_event(external=False)
+                self._externals[source] = crossing = backend.new_event(external=True)
+                backend.record(edge)
+                backend.record(crossing)
+            source.add_publish(_CapturedPublish(self, source))
+        self._last = _Publication(streams.step, source, backend.current_stream(), ran=source is None)
+
+    def wait(self, consumer: str | None = None) -> None:
+        """Hold the current stream back until what was published in this step is done.
+
+        Args:
+            consumer: which of the consumers waits; may be left out if there is one only.
+        Raises:
+            HandoffError: not a declared consumer; nothing published in this step; published in a capture that was not
+                replayed since.
+        """
+        consumer = self._declared(consumer)
+        last = self._of_this_step(consumer)
+        streams, backend = self._streams, self._streams.backend
+        here, source = streams.open_capture, last.source
+        if here is None and not last.ran:
+            raise HandoffError(
+                f"{self._who(consumer)}: published in {source!r}, which was not replayed since, so nothing has run"
+            )
+        if here is None and not self._external:
+            kind = WaitKind.WHOLE_STREAM
+            backend.wait_stream(last.stream)
+        elif here is None and source is None:
+            kind = WaitKind.EVENT
+            backend.wait(self._eager)
+        elif here is None:
+            assert source is not None
+            kind = WaitKind.EXTERNAL_EVENT
+            backend.wait(self._externals[source])
+        elif here is source and self._external:
+            kind = WaitKind.EDGE
+            backend.wait(self._edges[source])
+        elif here is source:
+            kind = WaitKind.WHOLE_STREAM
+            backend.wait_stream(last.stream)
+        else:
+            # Under policy stream the graph cannot record the wait: it is done on the replaying stream instead.
+            kind = WaitKind.EXTERNAL_NODE if self._external else WaitKind.WHOLE_STREAM
+            here.add_wait(_CrossingWait(self, here, source, consumer))
+            if self._external:
+                backend.wait(self._eager if source is None else self._externals[source])
+        self.waits[kind] += 1
+
+    def _declared(self, consumer: str | None) -> str:
+        if consumer is None:
+            if len(self.consumers) != 1:
+                raise HandoffError(f"{self._who()}: has several consumers, so a wait must say which one it is")
+            return self.consumers[0]
+        if consumer not in self.consumers:
+            raise HandoffError(f"{self._who()}: {consumer!r} waits, but is not one of its consumers; declare it")
+        return consumer
+
+    def _of_this_step(self, consumer: str) -> _Publication:
+        last, step = self._last, self._streams.step
+        if last is None:
+            raise HandoffError(f"{self._who(consumer)}: it was never published")
+        if last.step != step:
+            raise HandoffError(
+                f"{self._who(consumer)}: it was not published in step {step}; the last time was in step {last.step}"
+            )
+        return last
+
+    def _refuse_second(self, source: Capture | None) -> None:
+        last, step = self._last, self._streams.step
+        if last is None or last.step != step:
+            return
+        # A captured publish has not happened; the replay that follows makes it happen.
+        if last.ran or source is last.source:
+            where = "eagerly" if last.source is None else f"in {last.source!r}"
+            raise HandoffError(f"{self._who()}: published twice in step {step}, the first time {where}")
+
+    def _who(self, consumer: str | None = None) -> str:
+        waiting = repr(consumer) if consumer else " and ".join(map(repr, self.consumers))
+        return f"handoff {self.name!r} from {self.producer!r} to {waiting}"
+
+
+@dataclass(frozen=True, slots=True)
+class _CapturedPublish:
+    """A publish held by a graph."""
+
+    handoff: Handoff
+    source: Capture
+
+    @property
+    def handoff_name(self) -> str:
+        return self.handoff.name
+
+    def before_replay(self) -> None:
+        handoff = self.handoff
+        last = handoff._last
+        if last is not None and last.ran:
+            handoff._refuse_second(self.source)
+
+    def after_replay(self) -> None:
+        streams = self.handoff._streams
+        self.handoff._last = _Publication(streams.step, self.source, streams.backend.current_stream(), ran=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _CrossingWait:
+    """A wait held by a graph on a publish outside of it."""
+
+    handoff: Handoff
+    waiting: Capture
+    source: Capture | None
+    consumer: str
+
+    @property
+    def handoff_name(self) -> str:
+        return self.handoff.name
+
+    def before_replay(self) -> None:
+        handoff = self.handoff
+        last = handoff._of_this_step(self.consumer)
+        if last.source is not self.source or not last.ran:
+            captured = "eagerly" if self.source is None else f"by {self.source!r}"
+            now = "eagerly" if last.source is None else f"by {last.source!r}{'' if last.ran else ', not replayed yet'}"
+            raise HandoffError(
+                f"{handoff._who(self.consumer)}: {self.waiting!r} waits for what is published {captured}, "
+                f"but step {handoff._streams.step} published {now}"
+            )
+        if not handoff._external:
+            handoff._streams.backend.wait_stream(last.stream)
