@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+
+NUMPY_ENTRIES = 1 << 14
+"""Entries up to which numpy, whose calls cost a third of torch's, is faster on a CPU."""
 
 
 def logical_to_physical(
@@ -26,6 +30,9 @@ def logical_to_physical(
         counts: [T] int32, written: valid entries of the row.
     All tensors may have any strides.
     """
+    if logical.device.type == "cpu" and logical.numel() <= NUMPY_ENTRIES:
+        _map_numpy(logical, block_table, token_rows, block_size, out, counts)
+        return
     # -1 divides down to block -1, which reads some page of the table harmlessly and is replaced below.
     position = logical.long()
     # A shift for the usual sizes: integer division is thirty times slower on a CPU.
@@ -36,3 +43,21 @@ def logical_to_physical(
     row = torch.add(position, page - block, alpha=block_size)
     out.copy_(torch.where(valid, row, position))
     torch.sum(valid, dim=1, dtype=torch.int32, out=counts)
+
+
+def _map_numpy(
+    logical: torch.Tensor,
+    block_table: torch.Tensor,
+    token_rows: torch.Tensor,
+    block_size: int,
+    out: torch.Tensor,
+    counts: torch.Tensor,
+) -> None:
+    position = logical.numpy()
+    block = position // block_size
+    row = np.subtract(block_table.numpy()[token_rows.numpy()[:, None], block], block, dtype=np.int64)
+    row *= block_size
+    row += position
+    valid = position >= 0
+    np.copyto(out.numpy(), np.where(valid, row, -1), casting="same_kind")
+    np.add.reduce(valid, axis=1, dtype=np.int32, out=counts.numpy())

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 _SORT_ENTRIES = 1024
 """Scores up to which one stable sort is faster than building keys (on a CPU, where calls dominate)."""
+NUMPY_ENTRIES = 1 << 15
+"""Scores up to which numpy is faster than torch, on a CPU."""
 
 
 def pick_ascending(scores: torch.Tensor, k: int) -> torch.Tensor:
@@ -22,6 +26,8 @@ def pick_ascending(scores: torch.Tensor, k: int) -> torch.Tensor:
         [T, k] int64.
     """
     size = scores.shape[1]
+    if scores.device.type == "cpu" and scores.numel() <= NUMPY_ENTRIES:
+        return torch.from_numpy(pick_ascending_numpy(scores.numpy(), k))
     if scores.numel() <= _SORT_ENTRIES:
         # Stable and ascending, NaN last: of the negated scores this is the order wanted.
         best = torch.sort(scores.neg(), dim=1, stable=True).indices[:, :k]
@@ -33,6 +39,23 @@ def pick_ascending(scores: torch.Tensor, k: int) -> torch.Tensor:
     key = torch.add(lowest_first, ordered, alpha=1 << 32)
     best = torch.topk(key, k, dim=1, sorted=False).indices
     return torch.sort(best, dim=1).values
+
+
+def pick_ascending_numpy(scores: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]:
+    """``pick_ascending`` of an array."""
+    size = scores.shape[1]
+    if scores.size <= _SORT_ENTRIES:
+        best = np.negative(scores).argsort(axis=1, kind="stable")[:, :k]
+    else:
+        clean = np.add(scores, np.float32(0.0)).view(np.int32)
+        np.copyto(clean, -1, where=np.isnan(scores))
+        ordered = (clean >> 31) & 0x7FFFFFFF
+        ordered ^= clean
+        key = ordered.astype(np.int64)
+        key <<= 32
+        key += np.arange(size - 1, -1, -1)
+        best = key.argpartition(size - k, axis=1)[:, size - k :]
+    return np.sort(best, axis=1)
 
 
 def topk_ascending(scores: torch.Tensor, valid: torch.Tensor, k: int) -> torch.Tensor:

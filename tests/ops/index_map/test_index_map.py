@@ -7,6 +7,7 @@ import torch
 
 from sidestream.ops.index_map import logical_to_physical, reference
 
+pytestmark = pytest.mark.usefixtures("either_library")
 POISON = 0x7F7F7F7F
 
 

@@ -11,6 +11,7 @@ from sidestream.ops.indexer import index_scores, reference, select_topk
 from tests.ops.paged import Paged, make_paged
 from tests.tolerances import FP32_GEMM
 
+pytestmark = pytest.mark.usefixtures("either_library")
 HEADS, DIM, TOPK, SCALE = 16, 12, 8, 0.3
 POISON = 0x7F7F7F7F
 

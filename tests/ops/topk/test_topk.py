@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sidestream.ops.topk import reference, topk_ascending
 
+pytestmark = pytest.mark.usefixtures("either_library")
 INF, NAN = math.inf, math.nan
 BYTES_OF_A_SORT = 1024
 """Entries from which the fast path builds keys; rows are repeated to get there."""
