@@ -60,7 +60,7 @@ class PagedLatentAttention:
             )
             return out
         rows, counts = group.convert_logical_to_physical_topk(inputs)
-        out, _ = sparse_mla(query, pool, rows, counts=counts, scale=self._scale, layout=self._layout)
+        out, _ = sparse_mla(query, pool, rows, counts=counts, scale=self._scale, layout=self._layout, with_lse=False)
         return out
 
     def _leader(self, layer: int) -> SparseMLAIndexGroup:

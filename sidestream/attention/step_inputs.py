@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -42,32 +43,41 @@ class StepInputsBuilder:
             token_ids: of all chunks, in order.
         """
         starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
-        lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
-        tokens, sequences = int(lengths.sum()), len(chunks)
+        host_lengths = [chunk.length for chunk in chunks]
+        lengths = np.array(host_lengths, dtype=np.int64)
+        tokens, sequences = sum(host_lengths), len(chunks)
         assert tokens == len(token_ids), f"{len(token_ids)} token ids for {tokens} scheduled tokens"
         padded = -(-tokens // ROW_BUCKET) * ROW_BUCKET
-        offsets = np.cumsum(lengths) - lengths
+        offsets = list(accumulate(host_lengths, initial=0))
 
         width = max(len(chunk.block_ids) for chunk in chunks)
         block_table = np.full((sequences + 1, width), SCRATCH_BLOCK, dtype=np.int64)
         for row, chunk in enumerate(chunks):
             block_table[row, : len(chunk.block_ids)] = chunk.block_ids
 
-        token_rows = np.full(padded, sequences, dtype=np.int64)
-        positions = np.zeros(padded, dtype=np.int64)
-        ids = np.zeros(padded, dtype=np.int64)
-        token_rows[:tokens] = np.repeat(np.arange(sequences), lengths)
-        positions[:tokens] = np.arange(tokens) - np.repeat(offsets - starts, lengths)
+        columns = np.zeros((3, padded), dtype=np.int64)
+        token_rows, positions, ids = columns
         ids[:tokens] = token_ids
-        blocks = block_table[token_rows, positions // self.block_size]
-        slot_mapping = blocks * self.block_size + positions % self.block_size
+        token_rows[tokens:] = sequences
+        if tokens == sequences:  # one token each: the usual decode
+            token_rows[:tokens] = np.arange(sequences)
+            positions[:tokens] = starts
+        else:
+            token_rows[:tokens] = np.repeat(np.arange(sequences), lengths)
+            positions[:tokens] = np.arange(tokens) - np.repeat(np.array(offsets[:-1]) - starts, lengths)
+        block, place = np.divmod(positions, self.block_size)
+        blocks = block_table[token_rows, block]
+        slot_mapping = blocks * self.block_size + place
 
-        decodes = [chunk.is_decode for chunk in chunks]
-        num_decode = sum(decodes)
-        assert all(decodes[:num_decode]), "decode chunks must come first"
-        assert len(set(lengths[:num_decode].tolist())) <= 1, f"decode lengths differ: {lengths[:num_decode]}"
-        segments = tuple(Segment(int(offsets[row]), chunk.length, row, chunk.start) for row, chunk in enumerate(chunks))
+        num_decode = sum(chunk.is_decode for chunk in chunks)
+        assert all(chunk.is_decode for chunk in chunks[:num_decode]), "decode chunks must come first"
+        assert len(set(host_lengths[:num_decode])) <= 1, f"decode lengths differ: {host_lengths[:num_decode]}"
         slots = tuple(chunk.slot for chunk in chunks)
+        rings: dict[int, RingPlan] = {}
+        for window in {self.conv_size, self.kpool if self.kpool > 1 else 0} - {0}:
+            rings[window] = plan_ring(
+                starts, lengths, slots, window=window, ring_length=window - 1 + self.rollback, device=self.device
+            )
         return StepInputs(
             num_tokens=tokens,
             num_padded_tokens=padded,
@@ -78,35 +88,22 @@ class StepInputsBuilder:
             slot_mapping=self._tensor(slot_mapping),
             block_table=self._tensor(block_table),
             block_size=self.block_size,
-            segments=segments,
+            segments=tuple(
+                Segment(start, chunk.length, row, chunk.start)
+                for row, (start, chunk) in enumerate(zip(offsets, chunks, strict=False))
+            ),
             slots=self._tensor(np.array(slots, dtype=np.int64)),
             starts=self._tensor(starts),
             host_slots=slots,
-            conv=self._ring(starts, lengths, slots, window=self.conv_size) if self.conv_size else None,
-            pools=self._pools(starts, lengths, slots, positions=positions[:tokens], blocks=blocks[:tokens])
-            if self.kpool > 1
-            else None,
+            conv=rings.get(self.conv_size),
+            pools=self._pools(rings[self.kpool], positions[:tokens], blocks[:tokens]) if self.kpool > 1 else None,
         )
 
-    def _pools(
-        self,
-        starts: np.ndarray,
-        lengths: np.ndarray,
-        slots: Sequence[int],
-        *,
-        positions: np.ndarray,
-        blocks: np.ndarray,
-    ) -> PoolPlan:
+    def _pools(self, ring: RingPlan, positions: np.ndarray, blocks: np.ndarray) -> PoolPlan:
         """Pools whose last token is in this step, and where their keys go."""
         ends = np.flatnonzero((positions + 1) % self.kpool == 0)
         entries = blocks[ends] * (self.block_size // self.kpool) + positions[ends] % self.block_size // self.kpool
-        ring = self._ring(starts, lengths, slots, window=self.kpool)
         return PoolPlan(ring=ring, ends=self._tensor(ends), entries=self._tensor(entries))
-
-    def _ring(self, starts: np.ndarray, lengths: np.ndarray, slots: Sequence[int], *, window: int) -> RingPlan:
-        return plan_ring(
-            starts, lengths, slots, window=window, ring_length=window - 1 + self.rollback, device=self.device
-        )
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)

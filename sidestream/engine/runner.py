@@ -50,7 +50,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Logits [S, vocab] fp32 of the given rows; the GEMM runs on a whole bucket of rows."""
-        padding = -len(rows) % ROW_BUCKET
+        """Logits [S, vocab] fp32 of the given ascending rows; the GEMM runs on a whole bucket of rows."""
+        count = len(rows)
+        padding = -count % ROW_BUCKET
+        if rows[0] == 0 and rows[-1] == count - 1 and hidden.shape[0] == count + padding:
+            return self._model.logits(hidden)[:count]  # every row of the step, as in most decodes
         index = torch.tensor([*rows, *[rows[0]] * padding], device=hidden.device)
-        return self._model.logits(hidden.index_select(0, index))[: len(rows)]
+        return self._model.logits(hidden.index_select(0, index))[:count]

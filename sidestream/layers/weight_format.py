@@ -19,7 +19,7 @@ class LinearWeight(Protocol):
         ...
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [..., cols] -> [..., rows]."""
+        """x [T, cols] -> [T, rows]."""
         ...
 
 
@@ -37,7 +37,7 @@ class DenseWeight:
         source.load(name, self.tensor[start:stop], shard=shard)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(x, self.tensor, bias)
+        return torch.mm(x, self.tensor.t()) if bias is None else F.linear(x, self.tensor, bias)
 
 
 @dataclass(frozen=True, slots=True)

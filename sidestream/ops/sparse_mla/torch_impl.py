@@ -18,8 +18,9 @@ def sparse_mla(
     counts: torch.Tensor,
     scale: float,
     layout: KVRowLayout,
+    with_lse: bool = True,
     scratch_bytes: int = SCRATCH_BYTES,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend from each token to its own rows: keys are whole rows, values their latents (one for all heads).
 
     Args:
@@ -29,9 +30,11 @@ def sparse_mla(
         counts: [T] int32, entries of the prefix; 0 for padding tokens. It is for implementations that loop over
             entries; this one goes by the -1.
         scale: of the softmax, which is fp32.
+        with_lse: False spares what nobody will merge with another part's result.
         scratch_bytes: bound on the temporaries of one inner step, met by splitting T.
     Returns:
-        out [T, H, r] of q's dtype and lse [T, H] fp32 (natural logarithm); 0 and -inf for a token without rows.
+        out [T, H, r] of q's dtype and lse [T, H] fp32 (natural logarithm); 0 and -inf for a token without
+        rows. None in place of an lse not wanted.
     """
     tokens, heads, dim = q.shape
     width, latent = rows.shape[1], layout.latent_dim
@@ -40,18 +43,20 @@ def sparse_mla(
     per_token = 4 * width * (dim + 2 * heads) + (width * layout.row_bytes if layout.dtype != torch.float32 else 0)
     run = max(1, scratch_bytes // per_token)
     if tokens <= run:
-        return _attend(q, pool, rows, scale=scale, layout=layout)
+        return _attend(q, pool, rows, scale=scale, layout=layout, with_lse=with_lse)
     out = q.new_empty(tokens, heads, latent)
-    lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device) if with_lse else None
     for first in range(0, tokens, run):
         part = slice(first, first + run)
-        out[part], lse[part] = _attend(q[part], pool, rows[part], scale=scale, layout=layout)
+        out[part], part_lse = _attend(q[part], pool, rows[part], scale=scale, layout=layout, with_lse=with_lse)
+        if lse is not None and part_lse is not None:
+            lse[part] = part_lse
     return out, lse
 
 
 def _attend(
-    q: torch.Tensor, pool: torch.Tensor, rows: torch.Tensor, *, scale: float, layout: KVRowLayout
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, pool: torch.Tensor, rows: torch.Tensor, *, scale: float, layout: KVRowLayout, with_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     tokens, width = rows.shape
     hidden = rows < 0
     # Hidden entries repeat the token's first row: nothing unselected is gathered, so no pass is spent on zeroing it.
@@ -59,12 +64,14 @@ def _attend(
     safe = torch.where(hidden, rows[:, :1], rows).clamp_min_(0)
     kv = unpack_rows(pool.index_select(0, safe.view(-1)), layout, dtype=torch.float32)
     kv = kv.view(tokens, width, layout.latent_dim + layout.rope_dim)
-    scores = torch.bmm(q.float() * scale, kv.transpose(1, 2)).masked_fill_(hidden[:, None, :], -math.inf)
+    bias = torch.where(hidden, -math.inf, 0.0).unsqueeze(1)
+    scores = torch.baddbmm(bias, q.float(), kv.transpose(1, 2), alpha=scale)
     weights = torch.softmax(scores, dim=2)
-    # The largest weight is 1 / sum(exp(score - max)): log-sum-exp without another pass of exponentials.
-    lse = scores.amax(dim=2) - weights.amax(dim=2).log_()
     out = torch.bmm(weights, kv[:, :, : layout.latent_dim])
     empty = hidden[:, :1]
-    out.masked_fill_(empty[:, :, None], 0.0)
-    lse.masked_fill_(empty, -math.inf)
-    return out.to(q.dtype), lse
+    out.masked_fill_(empty.unsqueeze(2), 0.0)
+    if not with_lse:
+        return out.to(q.dtype), None
+    # The largest weight is 1 / sum(exp(score - max)): log-sum-exp without another pass of exponentials.
+    lse = scores.amax(dim=2) - weights.amax(dim=2).log_()
+    return out.to(q.dtype), lse.masked_fill_(empty, -math.inf)
