@@ -53,7 +53,8 @@ class KimiDeltaAttention:
         self.output_gate = ColumnLinear(loader, "g_b_proj", kda.head_dim, width)
         self.dt_bias = loader.tensor("dt_bias", (local,), dtype=torch.float32, shard=loader.shard(0))
         self.a_log = loader.tensor("A_log", (self.num_heads,), dtype=torch.float32, shard=loader.shard(0))
-        self.conv = torch.empty(3 * local, kda.conv_size, dtype=torch.float32, device=loader.device)
+        # [C, taps] over memory of [taps, C]: the order in which the operator multiplies
+        self.conv = torch.empty(kda.conv_size, 3 * local, dtype=torch.float32, device=loader.device).t()
         for i, part in enumerate(("q", "k", "v")):
             rows = self.conv[i * local : (i + 1) * local]
             loader.source.load(f"{loader.prefix}{part}_conv1d.weight", rows, shard=loader.shard(0))

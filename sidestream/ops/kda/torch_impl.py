@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -9,6 +10,8 @@ from sidestream.core.ring import RingPlan
 from sidestream.ops.norm.torch_impl import inverse_l2
 
 L2_EPS = 1e-6
+NUMPY_TOKENS = 32
+"""Tokens up to which the convolution's arithmetic is numpy's, on a CPU."""
 CONV_BLOCK = 256
 """Tokens whose windows are gathered at once: a block of them stays in a CPU's cache."""
 
@@ -31,9 +34,11 @@ def short_conv(x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, *, pl
     assert weight.shape == (C, plan.window), (
         f"weight {tuple(weight.shape)} does not fit {C} channels, {plan.window} taps"
     )
+    taps = weight.float().t().contiguous()
+    if T <= NUMPY_TOKENS and x.device.type == "cpu" and x.dtype == state.dtype == torch.float32:
+        return F.silu(_short_conv_numpy(x, state, taps, plan), inplace=True)
     carried = state.index_select(0, plan.carry_rows)
     source = torch.cat((x.new_zeros(1, C), x, carried)).float()
-    taps = weight.float().t().contiguous()
     if T <= CONV_BLOCK:
         out = _convolve(source, taps, plan.window_rows)
     else:
@@ -42,8 +47,25 @@ def short_conv(x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, *, pl
             block = slice(first, first + CONV_BLOCK)
             out[block] = _convolve(source, taps, plan.window_rows[block])
     kept = x if plan.keep_tokens.shape[0] == T else x.index_select(0, plan.keep_tokens)
-    _store(state, plan.keep_rows, kept.to(state.dtype))
+    state.index_copy_(0, plan.keep_rows, kept.to(state.dtype))
     return F.silu(out, inplace=True).to(x.dtype)
+
+
+def _short_conv_numpy(x: torch.Tensor, state: torch.Tensor, taps: torch.Tensor, plan: RingPlan) -> torch.Tensor:
+    """``short_conv`` of few fp32 tokens before its silu: numpy's calls cost a third of torch's."""
+    T, C = x.shape
+    tokens, ring, carry_rows = x.numpy(), state.numpy(), plan.carry_rows.numpy()
+    source = np.empty((1 + T + carry_rows.shape[0], C), dtype=np.float32)
+    source[0] = 0.0
+    source[1 : 1 + T] = tokens
+    ring.take(carry_rows, axis=0, out=source[1 + T :], mode="clip")  # else take buffers what it writes
+    windows = source.take(plan.window_rows.numpy(), axis=0)
+    np.multiply(windows, taps.numpy(), windows)
+    out = torch.empty(T, C)
+    np.add.reduce(windows, axis=1, out=out.numpy())
+    keep = plan.keep_tokens
+    ring[plan.keep_rows.numpy()] = tokens if keep.shape[0] == T else tokens[keep.numpy()]
+    return out
 
 
 def _convolve(source: torch.Tensor, taps: torch.Tensor, window_rows: torch.Tensor) -> torch.Tensor:
@@ -104,7 +126,8 @@ def recurrent(
     versions = state.shape[1]
     memory = state.view(-1, H, K, V)
     rows = slots if versions == 1 else torch.add(start % versions, slots, alpha=versions)
-    now = memory.index_select(0, rows)
+    first = _first_of_run(rows) if versions == 1 else None
+    now = memory.index_select(0, rows) if first is None else memory[first : first + R]
     _forget_fresh(now, start)
     heads = now.view(R * H, K, V)
     kq = torch.stack((k, q)).float()
@@ -120,7 +143,8 @@ def recurrent(
         outputs.append(torch.baddbmm(error, queries[i], heads, beta=0, alpha=K**-0.5))
         if versions > 1:
             rows = torch.add((start + (i + 1)) % versions, slots, alpha=versions)
-        _store(memory, rows, now)
+        if first is None:
+            _store(memory, rows, now)
     out = outputs[0] if n == 1 else torch.stack(outputs).view(n, R, H, V).transpose(0, 1)
     return out.reshape(R, n, H, V).to(v.dtype)
 
@@ -132,20 +156,26 @@ def _steps(x: torch.Tensor, shape: tuple[int, int, int]) -> tuple[torch.Tensor, 
     return tuple(x.transpose(0, 1).reshape(x.shape[1], *shape).unbind(0))
 
 
-def _forget_fresh(now: torch.Tensor, start: torch.Tensor) -> None:
-    """Zero the states [R, ..] of requests that start at position 0, by writing: what is there may be NaN.
+def _first_of_run(rows: torch.Tensor) -> int | None:
+    """The first of consecutive ``rows``, on a CPU: such states can be changed where they stand. Else None."""
+    if rows.device.type != "cpu":
+        return None
+    numbers: list[int] = rows.numpy().tolist()
+    first = numbers[0]
+    return first if numbers == list(range(first, first + len(numbers))) else None
 
-    Masked writes and ``index_copy_`` cost torch 20 us each on a CPU for 128 KiB, numpy 2 and 5.
-    """
-    if now.device.type == "cpu":
-        now.numpy()[start.numpy() == 0] = 0.0
-    else:
+
+def _forget_fresh(now: torch.Tensor, start: torch.Tensor) -> None:
+    """Zero the states [R, ..] of requests that start at position 0, by writing: what is there may be NaN."""
+    if now.device.type != "cpu":
         now.masked_fill_(start.eq(0).view(-1, 1, 1, 1), 0.0)
+    elif 0 in (starts := start.numpy().tolist()):
+        now.numpy()[[position == 0 for position in starts]] = 0.0
 
 
 def _store(memory: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    """Write ``values`` to rows of memory, of one dtype."""
-    if memory.device.type == "cpu" and memory.dtype == torch.float32:
+    """Write fp32 ``values`` to rows of memory: on a CPU ``index_copy_`` takes four times as long as numpy."""
+    if memory.device.type == "cpu":
         memory.numpy()[rows.numpy()] = values.numpy()
     else:
         memory.index_copy_(0, rows, values)

@@ -239,6 +239,28 @@ def test_tokens_taken_back_leave_no_trace(first: int, kept: int, after: int) -> 
     close(state[1, (first + kept + after) % 5], final)
 
 
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("versions", [1, 2])
+def test_neighbouring_slots_decode_as_scattered_ones(versions: int, fresh: bool) -> None:
+    """States that stand together are changed in place; the bits are those of copies, and nobody else's change."""
+    x = Inputs.random(3, strength=1.0)
+    states = torch.randn(3, versions, H, K, V)
+    starts = [5, 0 if fresh else 6, 7]
+    outputs, after = [], []
+    for slots in ([2, 3, 4], [4, 1, 6]):
+        state = poisoned(8, versions)
+        state[slots] = states
+        if fresh:
+            state[slots[1]] = NAN
+        outputs.append(x.decode(state, slots, starts))
+        after.append(state[slots])
+        others = [slot for slot in range(8) if slot not in slots]
+        assert bool(state[others].isnan().all()), "a slot of nobody was written"
+    assert bool(outputs[0].isfinite().all())
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(after[0].nan_to_num(9.0), after[1].nan_to_num(9.0))
+
+
 def test_padding_rows_share_the_scratch_slot() -> None:
     """Rows of slot 0 at position 0 start from zero whatever it holds, stay finite, and touch nobody."""
     x = Inputs.random(5)

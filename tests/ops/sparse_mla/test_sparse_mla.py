@@ -43,7 +43,13 @@ def check(q: torch.Tensor, pool: torch.Tensor, rows: torch.Tensor, counts: torch
         assert out.dtype == q.dtype
         assert lse.dtype == torch.float32
         torch.testing.assert_close(out.float(), want_out, rtol=0, atol=FP32_GEMM)
+        assert lse is not None
         torch.testing.assert_close(lse, want_lse, rtol=0, atol=FP32_GEMM)
+        alone, nothing = sparse_mla(
+            q, pool, rows, counts=counts, scale=SCALE, layout=layout, with_lse=False, scratch_bytes=scratch_bytes
+        )
+        assert torch.equal(alone, out)
+        assert nothing is None
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8, 128])
