@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -98,6 +99,10 @@ class StreamBackend(Protocol):
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Keep the memory of ``tensor`` from reuse until work issued to ``stream`` before its release is done."""
+        ...
+
+    def host_buffer(self, shape: Sequence[int], *, dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised host memory, page-locked where the device has that: copies to and from it are asynchronous."""
         ...
 
     def new_pool(self) -> Any:

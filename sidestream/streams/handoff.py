@@ -94,10 +94,12 @@ class Handoff:
                 f"{self._who()} publishes on stream {backend.current_stream().name!r}, which {source!r} does not record"
             )
             if self._external:
-                self._edges[source] = edge = backend.new_event(external=False)
+                # The edge comes last and so covers the external record too: a stream that joins the capture again by
+                # the edge would otherwise leave that record behind as unjoined work.
                 self._externals[source] = crossing = backend.new_event(external=True)
-                backend.record(edge)
+                self._edges[source] = edge = backend.new_event(external=False)
                 backend.record(crossing)
+                backend.record(edge)
             source.add_publish(_CapturedPublish(self, source))
         self._last = _Publication(streams.step, source, backend.current_stream(), ran=source is None)
 

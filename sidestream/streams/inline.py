@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -63,6 +63,9 @@ class InlineBackend:
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         pass
+
+    def host_buffer(self, shape: Sequence[int], *, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
 
     def new_pool(self) -> Any:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +12,13 @@ import pytest
 
 import sidestream.streams
 from sidestream.errors import ConfigError, HandoffError, SidestreamError
-from sidestream.streams import Handoff, InlineBackend, Policy, Streams, WaitKind, choose_policy
+from sidestream.streams import Handoff, InlineBackend, Policy, Stream, Streams, WaitKind, choose_policy
 
 
 class NoExternal(InlineBackend):
     """A device of old."""
 
-    external_events = "this torch has no external events"
+    external_events: str | None = "this torch has no external events"
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_graphs_are_refused_by_name(streams: Streams) -> None:
 def test_use_restores_the_stream(streams: Streams) -> None:
     backend, side = streams.backend, streams.new_stream("side")
     before = backend.current_stream()
-    with pytest.raises(KeyError), backend.use(side):
+    with contextlib.suppress(KeyError), backend.use(side):
         assert backend.current_stream() is side
         raise KeyError
     assert backend.current_stream() is before
@@ -112,7 +113,7 @@ def test_the_fallback_waits_for_the_producers_stream() -> None:
     waited = []
 
     class Logging(NoExternal):
-        def wait_stream(self, stream: object) -> None:
+        def wait_stream(self, stream: Stream) -> None:
             waited.append((stream, self.current_stream()))
 
     backend = Logging()

@@ -1,0 +1,163 @@
+"""Memory of the simulated device: blocks that are poisoned, freed and handed out again as a caching allocator does."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from sidestream.streams.simulated.site import Site, here
+
+if TYPE_CHECKING:
+    from sidestream.streams.simulated.hazards import Access
+
+_ROUND = 512
+"""Bytes; requests are rounded up, so that tensors of nearly the same size share blocks, as on CUDA."""
+
+
+@dataclass(slots=True, eq=False)
+class Pool:
+    """Free blocks by (stream, size). Graphs have pools of their own; ``private`` says so."""
+
+    private: bool = False
+    free: dict[tuple[object, int], list[Block]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A piece of memory and who used it.
+
+    Attributes:
+        data: [n] uint8, the memory itself.
+        stream: that it was taken on; only work there may follow its release without waiting.
+        poison: the byte that unwritten memory is filled with: NaN in every float format, about 2e9 as int32.
+        tenant: grows with each owner.
+        history: accesses that later ones must be checked against.
+    """
+
+    data: torch.Tensor
+    pool: Pool | None
+    stream: object
+    poison: int
+    taken: Site
+    tenant: int = 0
+    released: Site | None = None
+    graph: object = None
+    borrowed: bool = False
+    """Used on a second stream by ``record_stream``: never handed out again."""
+    history: list[Access] = field(default_factory=list)
+
+    def fill_poison(self) -> None:
+        self.data.fill_(self.poison)
+
+
+class Storage:
+    """One tenant of a block; tensors that share memory share it. The block is released with its last tensor."""
+
+    __slots__ = ("_release", "block")
+
+    def __init__(self, block: Block, release: Callable[[Block], None]) -> None:
+        self.block = block
+        self._release = release
+
+    def __del__(self) -> None:
+        self._release(self.block)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The bytes of a strided view inside a block: offset, sizes and strides, in bytes."""
+
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True)) + self.itemsize
+
+    @property
+    def dense(self) -> bool:
+        """Every byte between offset and end belongs to it."""
+        expected = self.itemsize
+        for n, s in sorted(zip(self.sizes, self.strides, strict=True), key=lambda pair: pair[1]):
+            if n > 1:
+                if s > expected:
+                    return False
+                expected = max(expected, s * (n - 1) + expected)
+        return True
+
+    def mask(self, nbytes: int, rows: np.ndarray | None) -> np.ndarray:
+        """[nbytes] bool; with ``rows``, only these rows of the first dimension."""
+        mask = np.zeros(nbytes, dtype=bool)
+        view = np.lib.stride_tricks.as_strided(
+            mask[self.offset :], (*self.sizes, self.itemsize), (*self.strides, 1), writeable=True
+        )
+        if rows is None:
+            view[...] = True
+        else:
+            view[rows[(rows >= -self.sizes[0]) & (rows < self.sizes[0])]] = True
+        return mask
+
+
+def extent_of(tensor: torch.Tensor) -> Extent | None:
+    """Of a CPU view of a block; None if it has no element."""
+    if tensor.numel() == 0:
+        return None
+    size = tensor.element_size()
+    return Extent(
+        int(tensor.storage_offset()) * size, tuple(tensor.shape), tuple(s * size for s in tensor.stride()), size
+    )
+
+
+class Allocator:
+    """Takes blocks from pools and gives them back.
+
+    Releases are queued, since they happen whenever Python drops a tensor, and take effect at ``collect``.
+    """
+
+    def __init__(self) -> None:
+        self.default = Pool()
+        self._released: deque[tuple[Block, Site]] = deque()
+
+    def take(self, nbytes: int, *, pool: Pool, stream: object, poison: int) -> tuple[Storage, bool]:
+        """A storage and whether its block had a tenant before."""
+        rounded = -(-max(nbytes, 1) // _ROUND) * _ROUND
+        free = pool.free.get((stream, rounded))
+        site = here()
+        if free:
+            block = free.pop()
+            block.tenant += 1
+            block.taken, block.released, block.poison = site, None, poison
+            return Storage(block, self._release), True
+        with torch.inference_mode(False):
+            data = torch.empty(rounded, dtype=torch.uint8)
+        block = Block(data, pool, stream, poison, site)
+        block.fill_poison()
+        return Storage(block, self._release), False
+
+    def take_host(self, nbytes: int, *, poison: int) -> Storage:
+        """Page-locked host memory; never handed out twice."""
+        with torch.inference_mode(False):
+            data = torch.empty(max(nbytes, 1), dtype=torch.uint8)
+        block = Block(data, None, None, poison, here())
+        block.fill_poison()
+        return Storage(block, self._release)
+
+    def collect(self, poison: Callable[[Block], None]) -> None:
+        """Put released blocks back; ``poison`` issues the work that spoils what they held."""
+        while self._released:
+            block, site = self._released.popleft()
+            block.released = site
+            if block.pool is None or block.borrowed:
+                continue
+            poison(block)
+            block.pool.free.setdefault((block.stream, block.data.numel()), []).append(block)
+
+    def _release(self, block: Block) -> None:
+        self._released.append((block, here()))
