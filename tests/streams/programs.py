@@ -50,7 +50,7 @@ class Machine:
 
     def buffer(self, *shape: int, value: float = 0.0) -> torch.Tensor:
         """A persistent buffer, settled before the test begins."""
-        made = torch.full(shape, value, device="sim")
+        made = torch.full(shape, float(value), device="sim")
         self.backend.synchronize()
         return made
 

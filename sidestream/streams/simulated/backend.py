@@ -16,6 +16,7 @@ from sidestream.streams.simulated.graph import SimEvent
 from sidestream.streams.simulated.hazards import Hazard, Touch
 from sidestream.streams.simulated.memory import Pool, extent_of
 from sidestream.streams.simulated.schedule import Order
+from sidestream.streams.simulated.site import here
 from sidestream.streams.simulated.tensor import HostTensor, SimTensor, WrapperTensor, activate
 
 _COPY = torch.ops.aten.copy_.default
@@ -151,6 +152,25 @@ class SimulatedBackend:
             kernel(*views)
 
         self._core.issue(label, run, tuple(t for t in touches if t is not None))
+
+    def expect_written(self, tensor: torch.Tensor) -> None:
+        """Report elements that still hold the poison of fresh memory when the current stream gets here.
+
+        For what must be whole, padded rows included. Element types of one byte cannot be told from poison.
+        """
+        assert isinstance(tensor, SimTensor)
+        assert tensor.dtype.itemsize > 1, f"{tensor.dtype} has no value that only poison has"
+        elem, block, site, log = tensor.elem, tensor.storage_owner.block, here(), self._core.log
+
+        def run(rows: Rows) -> None:
+            raw = elem.contiguous().view(torch.uint8).reshape(-1, elem.element_size())
+            holes = (raw == block.poison).all(dim=1).nonzero().reshape(-1)
+            if holes.numel():
+                detail = f"{holes.numel()} of {elem.numel()} elements were never written, the first is {int(holes[0])}"
+                log.report(Hazard("unwritten memory", block.taken, site, detail))
+
+        touch = self._touch(tensor, write=False)
+        self._core.issue("check of written memory", run, (touch,) if touch else ())
 
     # Torch
 

@@ -129,7 +129,7 @@ class DeviceCore:
         if self._graph is not None:
             raise DeviceError(
                 f"CUDA error: operation not permitted when stream is capturing: {what} at {here()}, "
-                f"inside capture {self._graph.name!r}"
+                f"inside capture {self._graph.name!r} begun at {self._graph.begun}"
             )
 
     def _launch_on(
@@ -169,6 +169,7 @@ class DeviceCore:
 
     def record(self, event: SimEvent) -> None:
         stream, graph, site = self.current, self.current.recording, here()
+        event.place = site
         if graph is None:
             event.nodes, event.recording = stream.frontier, None
         elif event.external:
@@ -187,7 +188,7 @@ class DeviceCore:
         if source is not None and not source.open:
             raise DeviceError(
                 f"CUDA error: invalid argument: stream {stream.handle.name!r} waits at {here()} on an event that "
-                f"capture {source.name!r} recorded; such an event exists inside its capture only"
+                f"capture {source.name!r} recorded at {event.place}; such an event exists inside its capture only"
             )
         if graph is not None and source is graph:
             graph.follow(stream, event.frontier)
@@ -203,7 +204,7 @@ class DeviceCore:
             raise DeviceError(
                 f"CUDA error: dependency created on uncaptured work in another stream: stream "
                 f"{stream.handle.name!r} waits at {here()}, inside capture {graph.name!r}, on a plain event that was "
-                "recorded outside of it"
+                f"recorded outside of it at {event.place}"
             )
 
     # Graphs
@@ -211,7 +212,7 @@ class DeviceCore:
     def begin_capture(self, name: str, pool: Pool) -> SimGraph:
         self.refuse_in_capture(f"capture {name!r} begins")
         self.collect()
-        graph = self._graph = SimGraph(name, pool, self.current)
+        graph = self._graph = SimGraph(name, pool, self.current, here())
         self.current.recording = graph
         graph.timelines[self.current] = next(self._timelines)
         graph.frontiers[self.current] = ()

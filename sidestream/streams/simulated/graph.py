@@ -33,6 +33,7 @@ class SimEvent:
         nodes: None if it was never recorded.
         recording: the graph in which it is an edge, else None.
         recorded_by: the graph that holds its record node, and where that was written.
+        place: where it was recorded last.
     """
 
     external: bool
@@ -40,6 +41,7 @@ class SimEvent:
     recording: SimGraph | None = None
     frontier: tuple[int, ...] = ()
     recorded_by: tuple[SimGraph, Site] | None = None
+    place: Site | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class RecordedOp:
 @dataclass(slots=True, eq=False)
 class SimGraph:
     """Attributes:
-    origin: the stream that the capture began on.
+    origin: the stream that the capture began on, and ``begun`` the place.
     frontiers: what the next operator of each recording stream follows.
     last: nodes of the last replay that nothing in the graph follows; a graph never runs beside itself.
     """
@@ -68,6 +70,7 @@ class SimGraph:
     name: str
     pool: Pool
     origin: SimStream
+    begun: Site
     ops: list[RecordedOp] = field(default_factory=list)
     frontiers: dict[SimStream, tuple[int, ...]] = field(default_factory=dict)
     timelines: dict[SimStream, int] = field(default_factory=dict)
