@@ -14,7 +14,7 @@ import torch
 from sidestream.streams.backend import Stream
 from sidestream.streams.simulated.graph import DeviceError, SimEvent, SimGraph, SimStream
 from sidestream.streams.simulated.hazards import Hazard, HazardError, HazardLog, Touch
-from sidestream.streams.simulated.memory import Allocator, Block, Extent, Pool, Storage
+from sidestream.streams.simulated.memory import Allocator, Block, Pool, Storage, whole_of
 from sidestream.streams.simulated.schedule import Node, Order, Run, Scheduler
 from sidestream.streams.simulated.site import Site, here
 
@@ -54,11 +54,13 @@ class DeviceCore:
         nbytes = _nbytes(shape, stride, dtype)
         storage, reused = self._allocator.take(nbytes, pool=pool, stream=self.current, poison=_poison_of(dtype))
         block = storage.block
-        block.graph = graph
+        spoiled, block.poison, block.graph = block.poison, _poison_of(dtype), graph
         if reused and graph is not None:
             # Until its first replay a captured output must not look like what another graph left there.
             self._scheduler.finish([access.node for access in block.history])
             block.fill_poison()
+        if block.poison != spoiled:
+            self._spoil(block, block.taken)
         return _view(block, shape, stride, dtype), storage
 
     def take_host(self, shape: Sequence[int], *, dtype: torch.dtype) -> tuple[torch.Tensor, Storage]:
@@ -71,14 +73,13 @@ class DeviceCore:
         """Let released memory go back to its pools."""
         self._allocator.collect(self._spoil)
 
-    def _spoil(self, block: Block) -> None:
+    def _spoil(self, block: Block, site: Site) -> None:
         """Overwrite released memory in stream order, so that whoever still reads it is seen."""
         stream: Any = block.stream
         graph: SimGraph | None = stream.recording
         if block.graph is not graph or (block.graph is not None and graph is None):
             return  # memory of another graph, or released in a capture: reused by replays only, or later
-        whole = (Touch(block, Extent(0, (block.data.numel(),), (1,), 1), True, block.tenant),)
-        assert block.released is not None
+        whole = (Touch(block, whole_of(block), True, block.tenant),)
         label = "reuse of released memory"
         poison, data = block.poison, block.data
 
@@ -86,9 +87,9 @@ class DeviceCore:
             data.fill_(poison)
 
         if graph is not None:
-            graph.add(stream, label, block.released, run=run, touches=whole)
+            graph.add(stream, label, site, run=run, touches=whole)
         else:
-            self._launch_on(stream, label, block.released, run=run, touches=whole)
+            self._launch_on(stream, label, site, run=run, touches=whole)
 
     # Work
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -70,33 +71,27 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The bytes of a strided view inside a block: offset, sizes and strides, in bytes."""
+    """The bytes of a strided view inside a block.
+
+    Attributes:
+        offset, end: of the first byte and behind the last one.
+        dense: every byte between them belongs to the view.
+        sizes, strides, itemsize: of the view, strides in elements.
+    """
 
     offset: int
+    end: int
+    dense: bool
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     itemsize: int
 
-    @property
-    def end(self) -> int:
-        return self.offset + sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True)) + self.itemsize
-
-    @property
-    def dense(self) -> bool:
-        """Every byte between offset and end belongs to it."""
-        expected = self.itemsize
-        for n, s in sorted(zip(self.sizes, self.strides, strict=True), key=lambda pair: pair[1]):
-            if n > 1:
-                if s > expected:
-                    return False
-                expected = max(expected, s * (n - 1) + expected)
-        return True
-
     def mask(self, nbytes: int, rows: np.ndarray | None) -> np.ndarray:
         """[nbytes] bool; with ``rows``, only these rows of the first dimension."""
         mask = np.zeros(nbytes, dtype=bool)
+        strides = tuple(s * self.itemsize for s in self.strides)
         view = np.lib.stride_tricks.as_strided(
-            mask[self.offset :], (*self.sizes, self.itemsize), (*self.strides, 1), writeable=True
+            mask[self.offset :], (*self.sizes, self.itemsize), (*strides, 1), writeable=True
         )
         if rows is None:
             view[...] = True
@@ -107,12 +102,31 @@ class Extent:
 
 def extent_of(tensor: torch.Tensor) -> Extent | None:
     """Of a CPU view of a block; None if it has no element."""
-    if tensor.numel() == 0:
+    sizes, strides, itemsize = tuple(tensor.shape), tensor.stride(), tensor.element_size()
+    span, dense = _span(sizes, strides)
+    if span == 0:
         return None
-    size = tensor.element_size()
-    return Extent(
-        int(tensor.storage_offset()) * size, tuple(tensor.shape), tuple(s * size for s in tensor.stride()), size
-    )
+    offset = int(tensor.storage_offset()) * itemsize
+    return Extent(offset, offset + span * itemsize, dense, sizes, strides, itemsize)
+
+
+def whole_of(block: Block) -> Extent:
+    """All bytes."""
+    nbytes = block.data.numel()
+    return Extent(0, nbytes, True, (nbytes,), (1,), 1)
+
+
+@cache
+def _span(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, bool]:
+    """Elements from the first to the last, and whether the view has all of them."""
+    if 0 in sizes:
+        return 0, True
+    span, dense = 1, True
+    for size, stride in sorted(zip(sizes, strides, strict=True), key=lambda pair: pair[1]):
+        if size > 1:
+            dense = dense and stride <= span
+            span += (size - 1) * stride
+    return span, dense
 
 
 class Allocator:
@@ -133,7 +147,7 @@ class Allocator:
         if free:
             block = free.pop()
             block.tenant += 1
-            block.taken, block.released, block.poison = site, None, poison
+            block.taken, block.released = site, None  # the caller sees to its poison
             return Storage(block, self._release), True
         with torch.inference_mode(False):
             data = torch.empty(rounded, dtype=torch.uint8)
@@ -149,14 +163,14 @@ class Allocator:
         block.fill_poison()
         return Storage(block, self._release)
 
-    def collect(self, poison: Callable[[Block], None]) -> None:
+    def collect(self, poison: Callable[[Block, Site], None]) -> None:
         """Put released blocks back; ``poison`` issues the work that spoils what they held."""
         while self._released:
             block, site = self._released.popleft()
             block.released = site
             if block.pool is None or block.borrowed:
                 continue
-            poison(block)
+            poison(block, site)
             block.pool.free.setdefault((block.stream, block.data.numel()), []).append(block)
 
     def _release(self, block: Block) -> None:

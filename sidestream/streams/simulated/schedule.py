@@ -10,7 +10,8 @@ import numpy as np
 
 from sidestream.streams.simulated.site import Site
 
-Run = Callable[[dict[int, np.ndarray]], None]
+Rows = dict[int, np.ndarray]
+Run = Callable[[Rows], None]
 """The work itself; puts the rows that it touched under the number of the touch."""
 
 
@@ -76,7 +77,7 @@ class Node:
         self.clock = clock
         self.timeline = timeline
         self.tick = clock[timeline]
-        self.rows: dict[int, np.ndarray] = {}
+        self.rows: Rows = {}
         self.done = False
         self.followers: list[Node] = []
         self.unmet = 0

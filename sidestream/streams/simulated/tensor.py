@@ -69,6 +69,9 @@ class WrapperTensor(torch.Tensor):
     def data_ptr(self) -> int:
         return self.elem.data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.elem.untyped_storage()
+
 
 class SimTensor(WrapperTensor):
     """On the device: operators on it are issued, not run."""
