@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -20,9 +22,12 @@ from sidestream.core.outputs import Logprob, RequestOutput
 from sidestream.core.sampling_params import SamplingParams
 from sidestream.errors import RequestError
 
+if TYPE_CHECKING:
+    from sidestream.engine.llm import LLM, TextDelta
+
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 SAMPLING_KEYS = tuple(field.name for field in fields(SamplingParams))
-DEMO_MAX_TOKENS = 256
+ANSWER_KEYS = ("index", "prompt_tokens", "outputs")
 
 HELP = """
 Complete a prompt, or every prompt of a JSON Lines file.
@@ -85,7 +90,7 @@ def generate(
     )
     entries = _entries(prompt, input_file, demo=demo, chat=chat)
     prompts = [{key: entry[key] for key in PROMPT_KEYS if key in entry} for entry in entries]
-    all_params = [_with_overrides(params, entry, line) for line, entry in enumerate(entries, start=1)]
+    all_params = [_with_overrides(params, entry, index) for index, entry in enumerate(entries)]
 
     from sidestream.engine.llm import LLM
 
@@ -106,8 +111,11 @@ def generate(
     elif input_file is None and not as_json and output_file is None:
         _stream(llm, prompts, all_params)
     else:
+        if input_file is not None and output_file is not None and output_file.resolve() == input_file.resolve():
+            raise RequestError(f"--output {output_file} is the input file; name another")
+        stream = llm.stream(prompts, all_params)  # refuses bad prompts before the output is opened
         with _sink(output_file) as sink:
-            _json_lines(llm, entries, prompts, params=all_params, sink=sink)
+            _json_lines(stream, entries, sink=sink)
 
 
 generate.__doc__ = HELP
@@ -129,7 +137,7 @@ def _entries(prompt: str | None, input_file: Path | None, *, demo: bool, chat: b
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot read {path}: {error}") from error
     entries = []
@@ -138,29 +146,40 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"{path} line {number} is not JSON: {error}") from error
-        if not isinstance(entry, dict) or sum(key in entry for key in PROMPT_KEYS) != 1:
+        if not isinstance(entry, dict) or sum(entry.get(key) is not None for key in PROMPT_KEYS) != 1:
             raise RequestError(f"{path} line {number} must be an object with one of {', '.join(PROMPT_KEYS)}")
+        if taken := sorted(set(entry) & set(ANSWER_KEYS)):
+            raise RequestError(f"{path} line {number} has {', '.join(taken)}, which the answer needs; rename")
         entries.append(entry)
     if not entries:
         raise RequestError(f"{path} holds no prompts")
     return entries
 
 
-def _with_overrides(params: SamplingParams, entry: Mapping[str, Any], line: int) -> SamplingParams:
-    own = {key: entry[key] for key in SAMPLING_KEYS if key in entry}
-    if "logit_bias" in own and isinstance(own["logit_bias"], Mapping):
-        own["logit_bias"] = {int(token): bias for token, bias in own["logit_bias"].items()}
-    merged = {key: getattr(params, key) for key in SAMPLING_KEYS} | own
+def _with_overrides(params: SamplingParams, entry: Mapping[str, Any], index: int) -> SamplingParams:
+    """The command line's parameters with those of one prompt; a null stands for the command line's."""
+    own = {key: entry[key] for key in SAMPLING_KEYS if entry.get(key) is not None}
     try:
-        return SamplingParams(**merged)
+        if isinstance(own.get("logit_bias"), Mapping):
+            own["logit_bias"] = {_token_id(token): bias for token, bias in own["logit_bias"].items()}
+        return SamplingParams(**{key: getattr(params, key) for key in SAMPLING_KEYS} | own)
     except RequestError as error:
-        raise RequestError(f"prompt {line}: {error}") from None
+        raise RequestError(f"prompt {index}: {error}") from None
 
 
-def _stream(llm: Any, prompts: list[dict[str, Any]], params: list[SamplingParams]) -> None:
-    """Text as it is made; with several completions one after another."""
+def _token_id(text: str) -> int:
+    """JSON's keys are text, token ids are not."""
+    if not re.fullmatch(r"-?[0-9]{1,18}", text):
+        raise RequestError(f"logit_bias holds {text!r}, which is not a token id")
+    return int(text)
+
+
+def _stream(llm: LLM, prompts: list[dict[str, Any]], params: list[SamplingParams]) -> None:
+    """Text as it is made; several completions one after another, once all are done."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character still goes on
     console = Console(stderr=True)
     started, tokens = time.perf_counter(), 0
     last: RequestOutput | None = None
@@ -183,25 +202,20 @@ def _stream(llm: Any, prompts: list[dict[str, Any]], params: list[SamplingParams
     )
 
 
-def _json_lines(
-    llm: Any,
-    entries: list[dict[str, Any]],
-    prompts: list[dict[str, Any]],
-    *,
-    params: list[SamplingParams],
-    sink: TextIO,
-) -> None:
+def _json_lines(stream: Iterator[TextDelta], entries: list[dict[str, Any]], *, sink: TextIO) -> None:
     """One line a prompt, in the order in which they finish; ``index`` says which prompt it is."""
-    with _progress(len(prompts)) as advance:
-        for delta in llm.stream(prompts, params):
+    ascii_only = (sink.encoding or "").lower().replace("-", "") != "utf8"
+    with _progress(len(entries)) as advance:
+        for delta in stream:
             if delta.output.finished:
                 extra = {k: v for k, v in entries[delta.prompt_index].items() if k not in SAMPLING_KEYS}
-                sink.write(json.dumps(extra | _as_json(delta.prompt_index, delta.output), ensure_ascii=False) + "\n")
+                answer = extra | _as_json(delta.prompt_index, delta.output)
+                sink.write(json.dumps(answer, ensure_ascii=ascii_only) + "\n")
                 sink.flush()
             advance(1, delta.output.finished)
 
 
-def _demo(llm: Any, entries: list[dict[str, Any]], prompts: list[dict[str, Any]], params: list[SamplingParams]) -> None:
+def _demo(llm: LLM, entries: list[dict[str, Any]], prompts: list[dict[str, Any]], params: list[SamplingParams]) -> None:
     """Show each bundled prompt, the answer and whether it holds the expected one."""
     console = Console(highlight=False, soft_wrap=True)
     started, tokens, right = time.perf_counter(), 0, 0
@@ -238,6 +252,11 @@ def _as_json(index: int, output: RequestOutput) -> dict[str, Any]:
     return {
         "index": index,
         "prompt_tokens": len(output.prompt_token_ids),
+        **(
+            {}
+            if output.prompt_logprobs is None
+            else {"prompt_logprobs": [None if row is None else _logprobs(row) for row in output.prompt_logprobs]}
+        ),
         "outputs": [
             {
                 "text": completion.text,
@@ -264,7 +283,8 @@ def _sink(path: Path | None) -> Iterator[TextIO]:
         yield sys.stdout
         return
     try:
-        with path.open("w", encoding="utf-8") as file:
+        # half a surrogate pair, copied from the input, becomes the JSON escape that it was there
+        with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
             yield file
     except OSError as error:
         raise RequestError(f"cannot write {path}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -38,6 +39,13 @@ def main() -> None:
     """Entry point: a known error is one line on stderr and exit code 2, not a traceback."""
     try:
         app()
+    except BrokenPipeError:  # whoever read our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        print(f"cannot write the output: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except SidestreamError as error:
         Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: ", end="", highlight=False)
         print(error, file=sys.stderr)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping
 
 from sidestream.errors import ConfigError
+
+MAX_INTEGER = 2**31 - 1
+MAX_REAL = 1e30
+"""No field of a real model is beyond them; torch or a conversion to float32 would fail in its own words."""
 
 
 class Fields:
@@ -47,8 +50,8 @@ class Fields:
             if default is None:
                 raise self.error(f"required key {key} is missing")
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.error(f"{key} is {value!r}, it must be an integer of at least {minimum}")
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= MAX_INTEGER:
+            raise self.error(f"{key} is {value!r}, it must be an integer from {minimum} to {MAX_INTEGER}")
         return value
 
     def optional_integer(self, key: str, default: int | None = None, *, minimum: int = 0) -> int | None:
@@ -65,7 +68,7 @@ class Fields:
             if default is None:
                 raise self.error(f"required key {key} is missing")
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_REAL <= value <= MAX_REAL:
             raise self.error(f"{key} is {value!r}, it must be a finite number")
         if positive and value <= 0:
             raise self.error(f"{key} is {value!r}, it must be above 0")

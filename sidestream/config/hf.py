@@ -48,6 +48,7 @@ _MODEL_TYPES = {
 _DTYPES = ("float32", "bfloat16", "float16")
 _MODULE_NORM_EPS = 1e-6
 """Default of the norm classes; the latent norms of all but glm5_next are built without the config's epsilon."""
+MAX_SINKHORN_ITERS = 1000
 _KNOB = "pass allow_unknown=True to ModelConfig.from_hf"
 
 
@@ -117,7 +118,7 @@ def _read_json(path: Path) -> Mapping[str, object]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:  # broken JSON or bytes that are not UTF-8
+    except (ValueError, RecursionError) as error:  # broken JSON, bytes that are not UTF-8, brackets without end
         raise ConfigError(f"{path}: is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must hold a JSON object, got {type(values).__name__}")
@@ -256,10 +257,13 @@ def _read_moe(fields: Fields, architecture: Architecture) -> MoeConfig:
 
 
 def _read_hyper_connection(fields: Fields) -> HyperConnectionConfig:
+    iters = fields.integer("hc_sinkhorn_iters", 20)
+    if iters > MAX_SINKHORN_ITERS:
+        raise fields.error(f"hc_sinkhorn_iters is {iters}, at most {MAX_SINKHORN_ITERS} are run")
     return HyperConnectionConfig(
         mult=fields.integer("hc_mult", 4),
         eps=fields.real("hc_eps", 1e-6),
-        sinkhorn_iters=fields.integer("hc_sinkhorn_iters", 20),
+        sinkhorn_iters=iters,
     )
 
 
@@ -304,7 +308,10 @@ def _token(outer: Fields, fields: Fields, key: str, architecture: Architecture) 
 
 
 def _eos(outer: Fields, fields: Fields, architecture: Architecture, generation_eos: object) -> tuple[int, ...]:
-    """Ids of the config, then those that ``generation_config.json`` adds; each once, in order."""
+    """Ids of the config, then those that ``generation_config.json`` adds; each once, in order.
+
+    Ids beyond the vocabulary are left out: a cut model keeps its family's default, and can never generate it.
+    """
     ids: tuple[int, ...] = ()
     if fields.stated("eos_token_id") or outer.stated("eos_token_id"):
         ids = fields.integers("eos_token_id") or outer.integers("eos_token_id") or ()
@@ -313,4 +320,8 @@ def _eos(outer: Fields, fields: Fields, architecture: Architecture, generation_e
     generation = Fields({"eos_token_id": generation_eos}, f"{outer.where} (generation_config.json)", {})
     for level in (outer, fields):
         level.raw("eos_token_id")
-    return tuple(dict.fromkeys((*ids, *(generation.integers("eos_token_id") or ()))))
+    ids = (*ids, *(generation.integers("eos_token_id") or ()))
+    if ids and min(ids) < 0:
+        raise fields.error(f"eos_token_id {min(ids)} is negative, token ids begin at 0")
+    vocab_size = fields.integer("vocab_size")
+    return tuple(dict.fromkeys(token for token in ids if token < vocab_size))

@@ -97,10 +97,9 @@ class IndexerConfig:
     rope_interleaved: bool  # pairing of the indexer's own rotation
     key_norm_eps: float = 1e-6
 
-    @property
-    def topk_width(self) -> int:
-        """Entries of a ``logical_topk_indices`` row: the top-k and the longest unfinished pool."""
-        return self.topk + self.kpool - 1
+    def topk_width(self, longest: int) -> int:
+        """Entries of a ``logical_topk_indices`` row: the top-k or all ``longest`` tokens, and an unfinished pool."""
+        return min(self.topk, -(-longest // self.kpool) * self.kpool) + self.kpool - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ def resolve(user: EngineConfig, model: ModelConfig, *, cuda_available: bool, dev
     _one_of("dtype", dtype, DTYPES)
     _one_of("load_format", user.load_format, LOAD_FORMATS)
     _one_of("kv_cache_dtype", user.kv_cache_dtype, KV_CACHE_DTYPES)
-    mode = user.cudagraph_mode.lower()
+    mode = user.cudagraph_mode.lower() if isinstance(user.cudagraph_mode, str) else ""
     if mode not in CUDAGRAPH_MODES:
         raise ConfigError(f"cudagraph_mode is {user.cudagraph_mode!r}; on this device only 'none' is available")
     if user.kv_cache_dtype == "mxfp8" and model.mla.qk_rope_head_dim:
@@ -91,6 +91,8 @@ def resolve(user: EngineConfig, model: ModelConfig, *, cuda_available: bool, dev
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+    if isinstance(user.seed, bool) or not isinstance(user.seed, int):
+        raise ConfigError(f"seed must be an integer, got {user.seed!r}")
     if user.max_num_batched_tokens < user.max_num_seqs:
         raise ConfigError(
             f"max_num_batched_tokens {user.max_num_batched_tokens} is smaller than max_num_seqs {user.max_num_seqs}: "
@@ -132,7 +134,12 @@ def parse_memory(limit: int | float | str | None, device_memory: int) -> int:
         if match is None or (unit != "%" and unit not in _UNITS):
             raise ConfigError(f"memory_limit {limit!r} is neither bytes ('8GiB', '500MB') nor a share ('60%', 0.6)")
         number = float(match.group(1))
-        limit = number / 100 if unit == "%" else int(number * _UNITS[unit])
+        if unit == "%":
+            limit = number / 100
+        elif not unit and "." in match.group(1):
+            limit = number
+        else:
+            limit = int(min(number * _UNITS[unit], 2.0**62))
     if isinstance(limit, bool) or not isinstance(limit, int | float):
         raise ConfigError(f"memory_limit must be bytes or a share, got {limit!r}")
     if isinstance(limit, float):

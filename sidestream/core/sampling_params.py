@@ -11,6 +11,9 @@ from sidestream.errors import RequestError
 MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 64
 MAX_N = 128
+MAX_INTEGER = 2**63 - 1
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+"""Beyond them a few repetitions leave the range of float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +27,7 @@ class SamplingParams:
         top_p: keep the smallest set of most likely tokens whose probability reaches it, in (0, 1].
         min_p: drop tokens less likely than ``min_p`` times the most likely one, in [0, 1].
         presence_penalty, frequency_penalty: OpenAI's, over generated tokens, in [-2, 2].
-        repetition_penalty: over prompt and generated tokens, > 0; 1 is off.
+        repetition_penalty: over prompt and generated tokens, 0.01 to 100; 1 is off.
         logit_bias: token id to a number added to its logit.
         seed: makes the request repeatable; None draws one.
         max_tokens: upper bound of generated tokens, clamped to the room left; None is all the room.
@@ -63,13 +66,15 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, Sequence) or not all(isinstance(s, str) for s in stop):
             raise RequestError(f"stop must be a string or a list of strings, got {self.stop!r}")
-        if not isinstance(self.stop_token_ids, Sequence) or isinstance(self.stop_token_ids, str):
+        if not isinstance(self.stop_token_ids, Sequence) or isinstance(self.stop_token_ids, str | bytes):
             raise RequestError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}")
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            _flag(name, getattr(self, name))
         _int("n", self.n, 1, MAX_N)
         _real("temperature", self.temperature, 0.0, math.inf)
         _int("top_k", self.top_k, -1, None)
@@ -77,7 +82,7 @@ class SamplingParams:
         _real("min_p", self.min_p, 0.0, 1.0)
         _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _real("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        _real("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
         if self.seed is not None:
             _int("seed", self.seed, -(2**63), 2**63 - 1)
         if self.max_tokens is not None:
@@ -103,6 +108,11 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be true or false, got {value!r}")
+
+
 def _int(name: str, value: object, low: int | None, high: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"{name} must be an integer, got {value!r}")
@@ -114,6 +124,8 @@ def _int(name: str, value: object, low: int | None, high: int | None) -> None:
 def _real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"{name} must be a number, got {value!r}")
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        raise RequestError(f"{name} is an integer beyond {MAX_INTEGER}")
     inside = (low < value if open_low else low <= value) and value <= high and math.isfinite(value)
     if not inside:
         bound = ">" if open_low else ">="

@@ -25,7 +25,7 @@ from sidestream.layers.weight_format import DenseFormat
 from sidestream.models.decoder import DecoderModel
 from sidestream.models.registry import MODELS
 from sidestream.ops.kv_rows import KVRowLayout, kv_row_layout
-from sidestream.weights import LoadReport, open_weights
+from sidestream.weights import LoadReport, Shard, WeightSource, open_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +84,14 @@ def build_engine(model_path: str | os.PathLike[str], user: EngineConfig) -> Buil
         model_dtype=dtype,
         rollback=config.rollback,
     )
-    model, report = load_model(folder, config, device=device, dtype=dtype)
-    weights = _bytes_of(model)
+    weights = weight_bytes(config, dtype)
     num_blocks, num_slots, max_model_len = size_pools(config, groups, weights=weights)
+    model, report = load_model(folder, config, device=device, dtype=dtype)
+    assert _bytes_of(model) == weights, f"the weights take {_bytes_of(model)} bytes, {weights} were foreseen"
     pools = CachePools(groups, num_blocks, num_slots, device=device)
     return BuiltEngine(
         config=config,
-        runner=wire_runner(model, config, pools, layout=layout),
+        runner=wire_runner(model, config, pools, layout=layout, max_model_len=max_model_len),
         pools=pools,
         load_report=report,
         ledger=Ledger(
@@ -110,11 +111,31 @@ def load_model(
 ) -> tuple[DecoderModel, LoadReport]:
     """Construct the model from its checkpoint, or from seeded dummy weights."""
     source = open_weights(folder, config.model, load_format=config.load_format, seed=config.seed)
+    return _construct(source, config, device=device, dtype=dtype), source.finish()
+
+
+class _NoWeights:
+    """A source of nothing: layers take their memory and leave it as it is."""
+
+    def load(self, name: str, out: torch.Tensor, *, shard: Shard | None = None) -> None:
+        return None
+
+    def finish(self) -> LoadReport:
+        return LoadReport((), (), {})
+
+
+def weight_bytes(config: ResolvedConfig, dtype: torch.dtype) -> int:
+    """Bytes that the loaded model will take: it is constructed without memory, and counted."""
+    return _bytes_of(_construct(_NoWeights(), config, device=torch.device("meta"), dtype=dtype))
+
+
+def _construct(
+    source: WeightSource, config: ResolvedConfig, *, device: torch.device, dtype: torch.dtype
+) -> DecoderModel:
     loader = LayerLoader(
         source=source, prefix="", dtype=dtype, device=device, format=DenseFormat(dtype, device), group=SINGLE
     )
-    model = MODELS[config.model.architecture](loader, config.model, config.max_model_len)
-    return model, source.finish()
+    return MODELS[config.model.architecture](loader, config.model, config.max_model_len)
 
 
 def size_pools(config: ResolvedConfig, groups: CacheGroups, *, weights: int) -> tuple[int, int, int]:
@@ -152,7 +173,9 @@ def size_pools(config: ResolvedConfig, groups: CacheGroups, *, weights: int) -> 
     return num_blocks, num_slots, min(config.max_model_len, room)
 
 
-def wire_runner(model: DecoderModel, config: ResolvedConfig, pools: CachePools, *, layout: KVRowLayout) -> ModelRunner:
+def wire_runner(
+    model: DecoderModel, config: ResolvedConfig, pools: CachePools, *, layout: KVRowLayout, max_model_len: int
+) -> ModelRunner:
     """Connect a model to its caches."""
     model_config = config.model
     builder = StepInputsBuilder(
@@ -163,22 +186,27 @@ def wire_runner(model: DecoderModel, config: ResolvedConfig, pools: CachePools, 
         device=pools.device,
     )
     attention = PagedLatentAttention(
-        layout=layout, scale=model_config.mla.softmax_scale, groups=index_groups(config, pools.device)
+        layout=layout,
+        scale=model_config.mla.softmax_scale,
+        groups=index_groups(config, pools.device, max_model_len=max_model_len),
     )
     caches = tuple(pools.layer(i) for i in range(model_config.num_layers))
     return ModelRunner(model, caches=caches, attention=attention, builder=builder)
 
 
-def index_groups(config: ResolvedConfig, device: torch.device) -> tuple[SparseMLAIndexGroup, ...]:
-    """The model's index groups, leaders in layer order."""
-    if config.model.indexer is None:
+def index_groups(
+    config: ResolvedConfig, device: torch.device, *, max_model_len: int
+) -> tuple[SparseMLAIndexGroup, ...]:
+    """The model's index groups, leaders in layer order; a row is never wider than the longest sequence needs."""
+    indexer = config.model.indexer
+    if indexer is None:
         return ()
     builder = SparseMLAIndexGroupBuilder()
     for layer in config.model.layers_of(AttentionKind.SPARSE_MLA):
         leads = config.model.layers[layer].indexer is IndexerKind.FULL
         builder.register_layer(layer, is_index_producing_layer=leads)
     return builder.build(
-        width=config.model.indexer.topk_width,
+        width=indexer.topk_width(max_model_len),
         decode_rows=config.max_num_seqs * (1 + config.rollback),
         resolver=BlockTableResolver(),
         device=device,
@@ -203,7 +231,7 @@ def _bytes_of(model: DecoderModel) -> int:
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
             storage = item.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            storages[storage._cdata] = storage.nbytes()
         elif isinstance(item, list | tuple):
             pending.extend(item)
         elif type(item).__module__.startswith("sidestream."):

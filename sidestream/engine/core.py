@@ -36,7 +36,9 @@ class _Tokens:
     request: Request
     tokens: list[int]
     prompt_logprobs_done: int = 1
-    """Prompt tokens whose log-probability was given; the first has none."""
+    """Prompt tokens whose log-probability was computed; the first has none."""
+    prompt_logprobs_given: int = 1
+    """Those of them that were put out; the others wait for the first token."""
     pending_prompt_logprobs: list[TopLogprobs] = field(default_factory=list)
 
 
@@ -52,6 +54,9 @@ class EngineCore:
         self._runner = built.runner
         self._sampler = Sampler(config.model.vocab_size)
         self._tokens: dict[str, _Tokens] = {}
+        self._stepping = False
+        self._aborts: list[str] = []
+        self._outbox: list[EngineOutput] = []
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=config.max_num_seqs,
@@ -71,39 +76,69 @@ class EngineCore:
         self._tokens[request.request_id] = _Tokens(request, list(request.prompt_token_ids))
 
     def abort(self, request_id: str) -> bool:
-        """End a request wherever it is; whether there was one."""
+        """End a request wherever it is; whether there was one.
+
+        While a step runs (a collected iterator may call from within it) the request ends right after the step.
+        """
+        if self._stepping:
+            self._aborts.append(request_id)
+            return request_id in self._tokens
         self._tokens.pop(request_id, None)
         return self.scheduler.abort(request_id)
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()
 
-    @torch.inference_mode()
     def step(self) -> list[EngineOutput]:
-        """Run one step; what it gave each request that got something."""
-        step = self.scheduler.schedule()
-        if step is None:
-            return []
+        """Run one step; what it gave each request that got something.
+
+        If it fails, by an interrupt for example, the error goes to the caller and no request is lost: the steps after
+        it compute all of them anew, from the tokens they have.
+        """
+        assert not self._stepping, "a step was started within a step"
+        self._stepping, done = True, False
+        try:
+            if (step := self.scheduler.schedule()) is not None:
+                self._run(step)
+            done = True
+        finally:
+            if not done:
+                self._recover()
+            self._stepping = False
+            while self._aborts:
+                self.abort(self._aborts.pop())
+        outputs, self._outbox = self._outbox, []
+        return outputs
+
+    @torch.inference_mode()
+    def _run(self, step: ScheduledStep) -> None:
+        """Forward, sample, commit."""
         hidden = self._runner.forward(step.chunks, self._token_ids(step))
         self._collect_prompt_logprobs(step, hidden)
         sampled, logprobs = self._sample(step, hidden)
-        outputs = []
         for event in self.scheduler.commit(step, sampled):
             state = self._tokens[event.request_id]
-            state.tokens.append(event.token_id)
-            outputs.append(
-                EngineOutput(
-                    event.request_id,
-                    event.token_id,
-                    event.finish_reason,
-                    logprobs.get(event.request_id),
-                    tuple(state.pending_prompt_logprobs),
-                )
+            output = EngineOutput(
+                event.request_id,
+                event.token_id,
+                event.finish_reason,
+                logprobs.get(event.request_id),
+                tuple(state.pending_prompt_logprobs),
             )
             state.pending_prompt_logprobs.clear()
+            state.prompt_logprobs_given = state.prompt_logprobs_done
+            self._outbox.append(output)
+            state.tokens.append(event.token_id)
             if event.finish_reason is not None:
                 del self._tokens[event.request_id]
-        return outputs
+
+    def _recover(self) -> None:
+        """Begin again with what every unfinished request has."""
+        for state in self._tokens.values():
+            state.pending_prompt_logprobs.clear()
+            state.prompt_logprobs_done = state.prompt_logprobs_given
+        states = self._tokens.values()
+        self.scheduler.restart((s.request, len(s.tokens) - len(s.request.prompt_token_ids)) for s in states)
 
     def _token_ids(self, step: ScheduledStep) -> list[int]:
         ids: list[int] = []

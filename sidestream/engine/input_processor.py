@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, cast
+
+from jinja2.exceptions import TemplateError
 
 from sidestream.config.model import ModelConfig
 from sidestream.core.request import Request
@@ -13,7 +16,9 @@ from sidestream.core.sampling_params import SamplingParams
 from sidestream.errors import RequestError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a mapping with one of "prompt", "prompt_token_ids" and "messages"."""
+"""Text, token ids, or a mapping with one of ``PROMPT_KEYS``."""
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,8 @@ class InputProcessor:
         Raises:
             RequestError: naming what is wrong; no state changes but the seed sequence.
         """
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling parameters must be SamplingParams, got {type(params).__name__}")
         text, token_ids = self._tokenize(prompt)
         self._check_tokens("prompt", token_ids)
         self._check_tokens("logit_bias", params.logit_bias)
@@ -63,6 +70,12 @@ class InputProcessor:
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         ends = frozenset(self._model.eos_token_ids)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else ends)
+        mask = tuple(sorted(stops | ends))
+        if params.min_tokens and len(mask) >= self._model.vocab_size:
+            raise RequestError(
+                f"min_tokens {params.min_tokens} masks the stop token ids until then, and these are the whole "
+                f"vocabulary of {self._model.vocab_size}"
+            )
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         requests = tuple(
             Request(
@@ -72,7 +85,7 @@ class InputProcessor:
                 seed=seed + i,
                 max_tokens=max_tokens,
                 stop_token_ids=stops,
-                mask_token_ids=tuple(sorted(stops | ends)),
+                mask_token_ids=mask,
             )
             for i in range(params.n)
         )
@@ -86,34 +99,58 @@ class InputProcessor:
                 raise RequestError("the prompt is an empty string")
             if self._tokenizer is None:
                 raise RequestError("a text prompt needs a tokenizer, and this checkpoint has none; pass token ids")
-            return prompt, list(self._tokenizer(prompt).input_ids)
-        if not isinstance(prompt, Sequence):
+            return prompt, self._encode(prompt, add_special_tokens=True)
+        if hasattr(prompt, "tolist"):  # an array or a tensor
+            prompt = prompt.tolist()
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise RequestError(f"a prompt is a string, a list of token ids or a mapping, got {type(prompt).__name__}")
-        token_ids = list(cast(Sequence[int], prompt))
+        token_ids = [int(t) if isinstance(t, Integral) and not isinstance(t, bool) else t for t in prompt]
         if not token_ids:
             raise RequestError("the prompt is an empty list of token ids")
-        return None, token_ids
+        return None, cast(list[int], token_ids)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert self._tokenizer is not None
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt holds half a surrogate pair at character {error.start}") from None
+        token_ids = list(self._tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
+        if not token_ids:
+            raise RequestError(f"the prompt {text!r} has no tokens")
+        return token_ids
 
     def _tokenize_mapping(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
-        known = [key for key in ("prompt", "prompt_token_ids", "messages") if key in prompt]
+        known = [key for key in PROMPT_KEYS if prompt.get(key) is not None]
         if len(known) != 1:
-            raise RequestError(
-                f"a prompt mapping has exactly one of 'prompt', 'prompt_token_ids' and 'messages', got {sorted(prompt)}"
-            )
+            raise RequestError(f"a prompt mapping has exactly one of {', '.join(PROMPT_KEYS)}, got {list(prompt)}")
         value = prompt[known[0]]
         if known[0] != "messages":
-            if isinstance(value, str) is not (known[0] == "prompt"):
+            if isinstance(value, Mapping) or isinstance(value, str) is not (known[0] == "prompt"):
                 raise RequestError(f"{known[0]!r} holds {type(value).__name__}")
             return self._tokenize(value)
         if self._tokenizer is None or not getattr(self._tokenizer, "chat_template", None):
             raise RequestError("messages need a chat template, and this checkpoint has none; pass a plain prompt")
-        if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-            raise RequestError(f"messages must be a non-empty list of {{role, content}}, got {value!r}")
-        for message in value:
-            if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-                raise RequestError(f"a message needs 'role' and 'content', got {message!r}")
-        text = self._tokenizer.apply_chat_template(list(value), tokenize=False, add_generation_prompt=True)
-        return text, list(self._tokenizer(text, add_special_tokens=False).input_ids)
+        text = self._render(value)
+        return text, self._encode(text, add_special_tokens=False)
+
+    def _render(self, messages: Any) -> str:
+        """Messages as text, by the checkpoint's chat template, which may refuse them in any way it likes."""
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise RequestError(f"messages must be a non-empty list of {{role, content}}, got {messages!r}")
+        for message in messages:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise RequestError(f"a message needs a 'role', which is text, got {message!r}")
+            if not isinstance(message.get("content"), str | list | tuple):
+                raise RequestError(f"a message needs 'content', text or a list of parts, got {message!r}")
+        assert self._tokenizer is not None
+        try:
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except TEMPLATE_ERRORS as error:
+            raise RequestError(f"the checkpoint's chat template refuses these messages: {error}") from error
+        if not text:
+            raise RequestError("the checkpoint's chat template makes an empty prompt of these messages")
+        return str(text)
 
     def _check_tokens(self, what: str, token_ids: Sequence[int] | Mapping[int, float]) -> None:
         vocab = self._model.vocab_size

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from sidestream.engine.core import EngineCore, EngineOutput
 from sidestream.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt
 from sidestream.engine.output_processor import OutputProcessor
 from sidestream.engine.tokenizer import load_tokenizer
-from sidestream.errors import CheckpointError, RequestError
+from sidestream.errors import CheckpointError, RequestError, SidestreamError
 
 BUNDLED_MODEL = "glm5-next-tiny"
 
@@ -76,9 +78,7 @@ class LLM:
         memory_limit: int | float | str | None = None,
         seed: int = 0,
     ) -> None:
-        folder = Path(model) if model is not None else bundled_model()
-        if not folder.is_dir():
-            raise CheckpointError(f"model {str(folder)!r} is not a folder; give the folder of a hub checkpoint")
+        folder = _folder(model)
         self.built: BuiltEngine = build_engine(
             folder,
             EngineConfig(
@@ -104,6 +104,7 @@ class LLM:
         )
         self._outputs = OutputProcessor(self.tokenizer, config.model.eos_token_ids)
         self._ids = itertools.count()
+        self._one_thread = threading.Lock()
         self._inboxes: dict[str, deque[EngineOutput]] = {}
 
     def generate(
@@ -150,8 +151,10 @@ class LLM:
         listed = _as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(listed)
-        else:
+        elif isinstance(sampling_params, Sequence) and not isinstance(sampling_params, str):
             params = list(sampling_params)
+        else:
+            raise RequestError(f"sampling parameters must be SamplingParams, got {type(sampling_params).__name__}")
         if len(params) != len(listed):
             raise RequestError(f"{len(params)} sampling parameters for {len(listed)} prompts; give one, or one each")
         batch = []
@@ -201,7 +204,13 @@ class LLM:
 
     def _step(self) -> None:
         """Run one step and hand each output to the iterator whose request it is: several may be open at once."""
-        for event in self.core.step():
+        if not self._one_thread.acquire(blocking=False):
+            raise SidestreamError("another thread is running a step of this LLM; one thread must drive it")
+        try:
+            events = self.core.step()
+        finally:
+            self._one_thread.release()
+        for event in events:
             if (inbox := self._inboxes.get(event.request_id)) is not None:
                 inbox.append(event)
 
@@ -211,13 +220,28 @@ class LLM:
         self._inboxes.pop(request_id, None)
 
 
+def _folder(model: str | os.PathLike[str] | None) -> Path:
+    if model is None:
+        return bundled_model()
+    if not isinstance(model, str | os.PathLike) or not str(model):
+        raise CheckpointError(f"model must name the folder of a hub checkpoint, got {model!r}")
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(f"model {str(folder)!r} is not a folder; give the folder of a hub checkpoint")
+    return folder
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several; a list of integers is one prompt of token ids."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if hasattr(prompts, "tolist"):  # an array or a tensor
+        prompts = prompts.tolist()
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
+        raise RequestError(f"prompts must be a prompt or a list of them, got {type(prompts).__name__}")
     listed: list[Any] = list(prompts)
     if not listed:
         raise RequestError("there are no prompts")
-    if all(isinstance(item, int) for item in listed):
+    if all(isinstance(item, Integral) for item in listed):
         return [listed]
     return listed

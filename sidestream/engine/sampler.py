@@ -67,12 +67,11 @@ class Sampler:
         edits = LogitEdits.collect(rows, self.vocab_size)
         if edits is None and bitmask is None and all(row.params.greedy for row in rows):
             peaks, tokens = logits.max(dim=-1)  # the first of equal maxima
+            _check_finite(peaks)
         else:
-            peaks = logits.amax(dim=-1)
+            _check_finite(logits.amax(dim=-1))
             tokens = self._choose(logits, rows, edits=edits, bitmask=bitmask)
         token_ids: list[int] = tokens.tolist()
-        broken = [i for i, peak in enumerate(peaks.tolist()) if not math.isfinite(peak)]
-        assert not broken, f"logits of rows {broken} are not finite; the model computed them wrongly"
         return SampleResult(token_ids, self._logprobs(logits, rows, token_ids))
 
     def _choose(
@@ -87,6 +86,8 @@ class Sampler:
             logits = logits.masked_fill(~unpack_bitmask(bitmask, self.vocab_size), -math.inf)
         if edits is not None:
             logits = edits.apply(logits)
+        empty = [i for i, peak in enumerate(logits.amax(dim=-1).tolist()) if peak == -math.inf]
+        assert not empty, f"masks leave no token to rows {empty}"
         drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
         if len(drawn) == len(rows):
             return _draw(logits, rows)
@@ -108,6 +109,11 @@ class Sampler:
             for i, top in zip(asked, top_logprobs(source, chosen, list(wanted.values())), strict=True):
                 result[i] = top
         return result
+
+
+def _check_finite(peaks: torch.Tensor) -> None:
+    broken = [i for i, peak in enumerate(peaks.tolist()) if not math.isfinite(peak)]
+    assert not broken, f"logits of rows {broken} are not finite; the model computed them wrongly"
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:

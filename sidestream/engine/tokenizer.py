@@ -20,9 +20,19 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any | None:
     path = Path(folder)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         return None
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (
+        OSError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        StrictDataclassError,
+    ) as error:
         raise CheckpointError(f"the tokenizer in {path} cannot be read: {error}") from error

@@ -92,6 +92,7 @@ class Indexer:
                 pools=inputs.pools.ends,
             )
             write_keys(flat_keys, inputs.pools.entries, pooled)
+        selected = context.index_sink.logical_topk_indices(self.layer)
         select_topk(
             query,
             weights,
@@ -100,10 +101,10 @@ class Indexer:
             positions=inputs.positions[:tokens],
             segments=inputs.segments,
             num_decode=inputs.num_decode,
-            topk=indexer.topk,
+            topk=selected.shape[1] - indexer.kpool + 1,  # the model's, or all of the longest sequence if that is less
             kpool=indexer.kpool,
             scale=indexer.head_dim**-0.5,
-            out=context.index_sink.logical_topk_indices(self.layer),
+            out=selected,
         )
         context.index_sink.set_logical_topk_ready(self.layer)
 

@@ -19,7 +19,7 @@ Policy:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 
 from sidestream.cache.block_pool import BlockPool
@@ -45,6 +45,12 @@ class Scheduler:
         self.config = config
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
+        self._num_arrived = 0
+        self._num_steps = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        config = self.config
         self._blocks = BlockPool(config.num_blocks, config.block_size) if config.uses_blocks else None
         self._slots = SlotPool(config.num_slots) if config.uses_slots else None
         self._sequences: dict[str, Sequence] = {}
@@ -52,8 +58,6 @@ class Scheduler:
         self._running: list[Sequence] = []  # in order of arrival, as admission is
         self._in_flight: deque[tuple[int, tuple[Sequence, ...]]] = deque()  # step index, its sampling sequences
         self._preempted: list[str] = []
-        self._num_arrived = 0
-        self._num_steps = 0
 
     @property
     def num_waiting(self) -> int:
@@ -166,6 +170,23 @@ class Scheduler:
                 self._finish(sequence)
             events.append(TokenEvent(sequence.request_id, token, reason))
         return events
+
+    def restart(self, requests: Iterable[tuple[Request, int]]) -> None:
+        """Forget every step, block and slot, and begin again with these unfinished requests.
+
+        For when a step failed: what it wrote is missing or half done, and how far it got is not known.
+
+        Args:
+            requests: each with the number of tokens it was given, in order of arrival; those are recomputed.
+        """
+        self.num_preemptions += len(self._running)
+        self.num_recomputed_tokens += sum(sequence.num_computed for sequence in self._running)
+        self._reset()
+        for request, num_outputs in requests:
+            self.add(request)
+            sequence = self._waiting[-1]
+            sequence.num_outputs = num_outputs
+            sequence.restart()
 
     def check_integrity(self) -> None:
         """Recount queues, pools and tokens in flight.

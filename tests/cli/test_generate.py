@@ -73,7 +73,12 @@ def test_json_lines_in_and_out(folder: Path, tmp_path: Path) -> None:
         ("{", "line 1 is not JSON"),
         ("[1]", "line 1 must be an object"),
         ('{"text": "a"}', "one of prompt"),
-        ('{"prompt": "a", "top_p": 7}', "prompt 1: top_p is 7"),
+        ('{"prompt": "a", "top_p": 7}', "prompt 0: top_p is 7"),
+        ('{"prompt": "a", "logit_bias": {"x": 1}}', "'x', which is not a token id"),
+        ('{"prompt": "a", "outputs": 1}', "outputs, which the answer needs"),
+        ('{"prompt": "a\\ud800"}', "surrogate pair"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"prompt_token_ids": [' + "9" * 5000 + "]}", "is not JSON"),
         ('{"prompt": "a"}\n{"prompt": ""}', "prompt 1: the prompt is an empty string"),
         ("", "holds no prompts"),
     ],
@@ -81,10 +86,13 @@ def test_json_lines_in_and_out(folder: Path, tmp_path: Path) -> None:
 def test_bad_files_are_refused_in_one_line(folder: Path, tmp_path: Path, line: str, message: str) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text(line)
-    result = run("generate", "-i", str(source), "-m", str(folder), code=2)
+    sink = tmp_path / "answers.jsonl"
+    sink.write_text("old answers")
+    result = run("generate", "-i", str(source), "-o", str(sink), "-m", str(folder), code=2)
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert result.stdout == ""
+    assert sink.read_text() == "old answers"
 
 
 @pytest.mark.parametrize(
@@ -102,6 +110,24 @@ def test_bad_files_are_refused_in_one_line(folder: Path, tmp_path: Path, line: s
 def test_wrong_options_are_refused(folder: Path, args: list[str], message: str) -> None:
     model = [] if "-m" in args else ["-m", str(folder)]
     assert message in " ".join(run("generate", *args, *model, code=2).stderr.split())
+
+
+def test_unusual_but_valid_json_lines(folder: Path, tmp_path: Path) -> None:
+    """Line separators inside strings, a byte order mark, nulls, and half a surrogate pair in a copied key."""
+    source = tmp_path / "in.jsonl"
+    lines = [
+        '{"prompt": "a\u2028b\x85c", "stop": null, "max_tokens": null, "note": "\u2028"}',
+        '{"prompt": "b", "prompt_token_ids": null, "id": "\\ud800", "prompt_logprobs": 1}',
+    ]
+    source.write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8")
+    sink = tmp_path / "out.jsonl"
+    run("generate", "-i", str(source), "-o", str(sink), "-m", str(folder), "--max-tokens", "3", "--max-model-len", "64")
+    answers = {line["index"]: line for line in map(json.loads, sink.read_text(encoding="utf-8").split("\n")[:-1])}
+    assert (answers[0]["note"], answers[1]["id"]) == ("\u2028", "\ud800")
+    assert answers[1]["prompt_logprobs"][0] is None
+    run("generate", "-i", str(sink), "-o", str(sink), "-m", str(folder), code=2)
+    run("generate", "-i", str(source), "-o", str(source), "-m", str(folder), code=2)
+    assert source.read_text(encoding="utf-8-sig").count("prompt_logprobs") == 1
 
 
 def test_help_teaches() -> None:

@@ -53,8 +53,8 @@ def assert_equal(config: ModelConfig, oracle: PreTrainedConfig) -> None:
     assert config.swiglu_limit == getattr(text, "swiglu_limit", None)
     assert config.bos_token_id == text.bos_token_id
     assert config.pad_token_id == text.pad_token_id
-    eos = text.eos_token_id
-    assert config.eos_token_ids == (() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,))
+    eos = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
+    assert config.eos_token_ids == tuple(t for t in eos if t is not None and t < text.vocab_size)
 
     mixers = {
         "linear_attention": AttentionKind.KDA,
@@ -378,3 +378,27 @@ def test_keys_stated_on_both_levels_are_read_on_both() -> None:
         level |= {"dtype": "bfloat16", "bos_token_id": 3, "pad_token_id": 4, "eos_token_id": [5, 6]}
     read = ModelConfig.from_hf(config)
     assert (read.dtype, read.bos_token_id, read.pad_token_id, read.eos_token_ids) == ("bfloat16", 3, 4, (5, 6))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("vocab_size", 10**12, "vocab_size"),
+        ("hidden_size", 10**30, "hidden_size"),
+        ("index_topk", 10**12, "index_topk"),
+        ("rms_norm_eps", 10**400, "rms_norm_eps"),
+        ("hc_sinkhorn_iters", 10**9, "hc_sinkhorn_iters is 1000000000, at most 1000"),
+        ("eos_token_id", -1, "eos_token_id -1 is negative"),
+    ],
+)
+def test_values_beyond_any_real_model_are_refused(key: str, value: int, message: str) -> None:
+    config = json.loads((DATA / "glm-5.3-flash.json").read_text())
+    config["text_config"][key] = value
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_hf(config)
+
+
+def test_end_of_sequence_ids_beyond_the_vocabulary_are_left_out() -> None:
+    config = json.loads((DATA / "kimi-linear-48b.json").read_text()) | {"vocab_size": 300}
+    assert ModelConfig.from_hf(config).eos_token_ids == ()
+    assert ModelConfig.from_hf(config | {"eos_token_id": [4, 300, 5]}).eos_token_ids == (4, 5)

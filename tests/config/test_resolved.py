@@ -43,6 +43,9 @@ DSA = ModelConfig.from_hf(tiny_config("glm_moe_dsa").to_dict())
         ({"memory_limit": 0}, "memory_limit 0"),
         ({"memory_limit": "20GiB"}, "memory_limit"),
         ({"memory_limit": True}, "True"),
+        ({"memory_limit": "9" * 400 + "GB"}, "memory_limit"),
+        ({"cudagraph_mode": None}, "cudagraph_mode"),
+        ({"seed": 1.5}, "seed must be an integer, got 1.5"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
@@ -66,7 +69,15 @@ def test_defaults_follow_machine_and_model() -> None:
 
 @pytest.mark.parametrize(
     ("limit", "expected"),
-    [("2GiB", 2 * GIB), ("500MB", 500_000_000), ("25%", 4 * GIB), (0.5, 8 * GIB), (GIB, GIB), ("1024", 1024)],
+    [
+        ("2GiB", 2 * GIB),
+        ("500MB", 500_000_000),
+        ("25%", 4 * GIB),
+        (0.5, 8 * GIB),
+        ("0.25", 4 * GIB),
+        (GIB, GIB),
+        ("1024", 1024),
+    ],
 )
 def test_memory_limits(limit: int | float | str, expected: int) -> None:
     assert parse_memory(limit, 16 * GIB) == expected

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from sidestream import LLM, CapacityError, RequestError, SamplingParams
+from sidestream import LLM, CapacityError, CheckpointError, RequestError, SamplingParams
 from tests.engine.llm_fixtures import make_checkpoint
 
-Bad = tuple[Any, Callable[[], SamplingParams], str]
+Bad = tuple[Any, Callable[[], Any], str]
 
 
 def default() -> SamplingParams:
@@ -35,6 +37,18 @@ BAD: dict[str, Bad] = {
     "id is a bool": ([[True, 5]], default, "True"),
     "a number": ([7.5], default, "float"),
     "none": ([None], default, "NoneType"),
+    "bytes": (b"abc", default, "bytes"),
+    "set of ids": ([{5, 6}], default, "set"),
+    "half a surrogate pair": (["a\ud800"], default, "surrogate pair at character 1"),
+    "parameters as a dict": ("a", lambda: {"max_tokens": 3}, "must be SamplingParams, got dict"),
+    "parameters as a list of dicts": ("a", lambda: [{"max_tokens": 3}], "must be SamplingParams, got dict"),
+    "parameters as a number": ("a", lambda: 5, "must be SamplingParams, got int"),
+    "odd keys": ([{1: 2, "a": 3}], default, "exactly one"),
+    "flag as text": ("a", params(ignore_eos="yes"), "ignore_eos must be true or false"),
+    "temperature of 401 digits": ("a", params(temperature=10**400), "temperature is an integer beyond"),
+    "penalty below float32": ("a", params(repetition_penalty=1e-46), "repetition_penalty"),
+    "penalty above float32": ("a", params(repetition_penalty=1e39), "repetition_penalty"),
+    "everything masked": ("a", params(min_tokens=2, stop_token_ids=list(range(300))), "whole vocabulary"),
     "two kinds": ([{"prompt": "a", "prompt_token_ids": [1]}], default, "exactly one"),
     "no kind": ([{"text": "a"}], default, "exactly one"),
     "messages without template": ([{"messages": [{"role": "user", "content": "a"}]}], default, "chat template"),
@@ -129,3 +143,48 @@ def test_a_request_id_in_use_is_refused(folder: Path) -> None:
     with pytest.raises(RequestError, match="'same' is in use"):
         llm.core.add(request)
     assert llm.core.abort("same")
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        ("{{ raise_exception('no system') }}", [{"role": "system", "content": "a"}], "refuses.*no system"),
+        ("{% if %}", [{"role": "user", "content": "a"}], "refuses"),
+        ("{{ 1 / 0 }}", [{"role": "user", "content": "a"}], "refuses"),
+        ("{{ x.y.z }}", [{"role": "user", "content": "a"}], "refuses"),
+        ("", [{"role": "user", "content": "a"}], "chat template"),
+        (" ", [{"role": "user", "content": 5}], "content"),
+        (" ", [{"role": 5, "content": "a"}], "role"),
+        (" ", [{"content": "a"}], "role"),
+        (" ", [], "non-empty"),
+        (" ", "hi", "non-empty"),
+    ],
+)
+def test_chat_templates_and_messages_are_refused_by_name(
+    folder: Path, template: str, messages: Any, message: str
+) -> None:
+    llm = LLM(folder, block_size=8, num_blocks=40, max_model_len=128)
+    llm.tokenizer.chat_template = template  # type: ignore[union-attr]
+    with pytest.raises(RequestError, match=message):
+        llm.generate({"messages": messages})
+    assert not llm.core.has_work()
+
+
+def test_arrays_of_token_ids_are_prompts(folder: Path) -> None:
+    llm = LLM(folder, block_size=8, num_blocks=40, max_model_len=128)
+    greedy = SamplingParams(temperature=0, max_tokens=4)
+    expected = llm.generate([5, 6, 7], greedy)[0].outputs[0].token_ids
+    for prompt in (
+        np.array([5, 6, 7]),
+        torch.tensor([5, 6, 7]),
+        [np.int64(5), 6, 7],
+        (5, 6, 7),
+        torch.tensor([[5, 6, 7]]),
+    ):
+        assert llm.generate(prompt, greedy)[0].outputs[0].token_ids == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("model", ["", 5, b"x", "nowhere"])
+def test_a_model_that_is_no_folder_is_refused(model: Any) -> None:
+    with pytest.raises(CheckpointError, match="folder"):
+        LLM(model)
