@@ -42,18 +42,22 @@ class MoeMlp:
         gate = loader.at("gate")
         self.router = gate.tensor("weight", (moe.num_experts, hidden), dtype=torch.float32)
         self.bias = gate.tensor("e_score_correction_bias", (moe.num_experts,), dtype=torch.float32)
-        self.w13 = torch.empty(moe.num_experts, 2 * local, hidden, dtype=loader.dtype, device=loader.device)
-        self.w2 = torch.empty(moe.num_experts, hidden, local, dtype=loader.dtype, device=loader.device)
+        total = moe.num_experts + moe.num_shared_experts
+        self.w13 = torch.empty(total, 2 * local, hidden, dtype=loader.dtype, device=loader.device)
+        self.w2 = torch.empty(total, hidden, local, dtype=loader.dtype, device=loader.device)
         for expert in range(moe.num_experts):
             name = f"{loader.prefix}experts.{expert}"
             loader.source.load(f"{name}.gate_proj.weight", self.w13[expert, :local], shard=loader.shard(0))
             loader.source.load(f"{name}.up_proj.weight", self.w13[expert, local:], shard=loader.shard(0))
             loader.source.load(f"{name}.down_proj.weight", self.w2[expert], shard=loader.shard(1))
+        # A shared expert n times as wide as a routed one is the sum of n of that width.
         shared, width = loader.at("shared_experts"), local * moe.num_shared_experts
-        self.shared_w13 = torch.empty(2 * width, hidden, dtype=loader.dtype, device=loader.device)
-        loader.source.load(f"{shared.prefix}gate_proj.weight", self.shared_w13[:width], shard=loader.shard(0))
-        loader.source.load(f"{shared.prefix}up_proj.weight", self.shared_w13[width:], shard=loader.shard(0))
-        self.shared_w2 = shared.tensor("down_proj.weight", (hidden, width), shard=loader.shard(1))
+        gate_rows = shared.tensor("gate_proj.weight", (width, hidden), shard=loader.shard(0))
+        up_rows = shared.tensor("up_proj.weight", (width, hidden), shard=loader.shard(0))
+        down_columns = shared.tensor("down_proj.weight", (hidden, width), shard=loader.shard(1))
+        self.w13[moe.num_experts :, :local] = gate_rows.view(-1, local, hidden)
+        self.w13[moe.num_experts :, local:] = up_rows.view(-1, local, hidden)
+        self.w2[moe.num_experts :] = down_columns.view(hidden, -1, local).transpose(0, 1)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [Tp, hidden] -> [Tp, hidden]; zeros behind the true tokens."""
@@ -73,10 +77,9 @@ class MoeMlp:
             real,
             self.w13,
             self.w2,
-            shared_w13=self.shared_w13,
-            shared_w2=self.shared_w2,
             weights=weights,
             ids=ids,
+            num_shared=moe.num_shared_experts,
             swiglu_limit=self.limit,
         )
         return pad_rows(self.group.all_reduce(out), x.shape[0])

@@ -8,7 +8,6 @@ __all__ = ["experts", "route", "swiglu"]
 route = operator("moe.route", reads=("x", "weight", "bias"))(torch_impl.route)
 experts = operator(
     "moe.experts",
-    reads=("x", "w13", "w2", "shared_w13", "shared_w2", "weights", "ids"),
-    rows={"w13": "ids", "w2": "ids"},
+    reads=("x", "w13", "w2", "weights", "ids"),
 )(torch_impl.experts)
 swiglu = operator("moe.swiglu", reads=("gate_up",))(torch_impl.swiglu)

@@ -40,20 +40,19 @@ def experts(
     w13: torch.Tensor,
     w2: torch.Tensor,
     *,
-    shared_w13: torch.Tensor,
-    shared_w2: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
+    num_shared: int,
     swiglu_limit: float | None,
 ) -> torch.Tensor:
-    """Each token through each of its experts, summed in the order of ``ids``. See ``torch_impl.experts``."""
-    shared = swiglu((x @ shared_w13.T).float(), limit=swiglu_limit).to(x.dtype)
-    out = (shared @ shared_w2.T).float()
+    """Each token through each of its experts, and through the shared ones. See ``torch_impl.experts``."""
+    first_shared = w13.shape[0] - num_shared
+    out = torch.zeros(x.shape, dtype=torch.float32)
     for t in range(x.shape[0]):
-        for slot in range(ids.shape[1]):
-            expert = int(ids[t, slot])
+        own = [(int(e), float(w)) for e, w in zip(ids[t], weights[t], strict=True)]
+        for expert, weight in own + [(first_shared + i, 1.0) for i in range(num_shared)]:
             hidden = swiglu((x[t : t + 1] @ w13[expert].T).float(), limit=swiglu_limit).to(x.dtype)
-            out[t] += weights[t, slot].float() * (hidden @ w2[expert].T)[0].float()
+            out[t] += weight * (hidden @ w2[expert].T)[0].float()
     return out.to(x.dtype)
 
 

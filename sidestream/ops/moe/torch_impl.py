@@ -99,76 +99,81 @@ def experts(
     w13: torch.Tensor,
     w2: torch.Tensor,
     *,
-    shared_w13: torch.Tensor,
-    shared_w2: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
+    num_shared: int,
     swiglu_limit: float | None,
 ) -> torch.Tensor:
-    """The shared expert plus the weighted sum of each token's own, in the order of ``ids``, accumulated in fp32.
+    """The shared experts' sum plus the weighted sum of each token's own, accumulated in fp32.
 
     Formula: ``*MoE`` and ``*Experts`` of transformers. A token's sum never depends on which experts other tokens chose,
     but the products' rounding may depend on how many rows share an expert, as in any GEMM.
 
     Args:
         x: [T, H].
-        w13: [E, 2I, H], gate rows, then up rows.
-        w2: [E, H, I].
-        shared_w13: [2J, H], shared_w2: [H, J], of the expert that every token takes with weight 1.
+        w13: [E + num_shared, 2I, H], gate rows, then up rows.
+        w2: [E + num_shared, H, I].
         weights: [T, top_k] fp32.
-        ids: [T, top_k] int64.
+        ids: [T, top_k] int64, below E, distinct in a row.
+        num_shared: the last experts, which every token takes with weight 1. (A shared expert n times as wide is n.)
         swiglu_limit: clamps gate from above and up on both sides; None leaves them.
     Returns:
         [T, H] in ``x.dtype``.
     """
+    num_experts = w13.shape[0] - num_shared
     if _few(x, ids.shape[1]):
-        chosen, shared = _few_experts(x, w13, w2, (shared_w13, shared_w2), ids, swiglu_limit)
+        chosen, shared = _few_experts(x, w13, w2, ids, num_experts, swiglu_limit)
     else:
-        fits = _fits_grouped_mm(w13) and _fits_grouped_mm(w2)
-        chosen = (_grouped_experts if fits else _all_experts)(x, w13, w2, ids, swiglu_limit)
-        shared = F.linear(swiglu(F.linear(x, shared_w13), limit=swiglu_limit), shared_w2)
+        own13, own2 = w13[:num_experts], w2[:num_experts]
+        chosen = (_grouped_experts if _fits_grouped_mm(w13) else _all_experts)(x, own13, own2, ids, swiglu_limit)
+        shared = _sum_of_all(x, w13[num_experts:], w2[num_experts:], swiglu_limit)
     summed = torch.baddbmm(shared.float().unsqueeze(1), weights.unsqueeze(1), chosen.float())
     return summed.squeeze(1).to(x.dtype)
+
+
+def _sum_of_all(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, swiglu_limit: float | None) -> torch.Tensor:
+    """[T, H]: all experts' results, summed by the second product itself."""
+    T, H = x.shape
+    num_experts, width, _ = w13.shape
+    hidden = swiglu(F.linear(x, w13.view(-1, H)).view(T, num_experts, width), limit=swiglu_limit)
+    return torch.mm(hidden.reshape(T, num_experts * width // 2), w2.transpose(1, 2).reshape(-1, H))
 
 
 def _few_experts(
     x: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
-    shared: tuple[torch.Tensor, torch.Tensor],
     ids: torch.Tensor,
+    num_experts: int,
     swiglu_limit: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chosen [T, top_k, H] and shared [T, H], one product an expert that has rows."""
     T, top_k = ids.shape
+    shared = range(num_experts, w13.shape[0])
     if T == 1:
         order, names, sizes = None, ids.numpy()[0].tolist(), [1] * top_k
         rows = [x] * top_k
     else:
         by_pair = ids.numpy().ravel()
         order = by_pair.argsort(kind="stable")
-        counts = np.bincount(by_pair, minlength=w13.shape[0])
+        counts = np.bincount(by_pair, minlength=num_experts)
         names = np.flatnonzero(counts).tolist()
         sizes = counts[names].tolist()
         rows = list(torch.split(x.index_select(0, torch.from_numpy(order // top_k)), sizes))
-    hidden = _swiglu_parts(
-        [*map(F.linear, rows, (w13[name] for name in names)), F.linear(x, shared[0])], [*sizes, T], swiglu_limit
-    )
-    shared_out = F.linear(hidden.pop(), shared[1])
-    out = torch.cat([*map(F.linear, hidden, (w2[name] for name in names))])
+    names += shared
+    sizes += [T] * len(shared)
+    rows += [x] * len(shared)
+    gate_up = torch.cat([F.linear(part, w13[name]) for part, name in zip(rows, names, strict=True)])
+    hidden = torch.split(swiglu(gate_up, limit=swiglu_limit), sizes)
+    out = torch.cat([F.linear(part, w2[name]) for part, name in zip(hidden, names, strict=True)])
+    chosen, common = torch.split(out, [T * top_k, T * len(shared)])
     if order is not None:
         place = np.empty_like(order)
         place[order] = np.arange(T * top_k)
-        out = out.index_select(0, torch.from_numpy(place))
-    return out.view(T, top_k, -1), shared_out
-
-
-def _swiglu_parts(parts: list[torch.Tensor], sizes: list[int], limit: float | None) -> list[torch.Tensor]:
-    """``swiglu`` of each part, in one go; the last may be wider."""
-    if parts[0].shape[1] == parts[-1].shape[1]:
-        return list(torch.split(swiglu(torch.cat(parts), limit=limit), sizes))
-    routed = torch.split(swiglu(torch.cat(parts[:-1]), limit=limit), sizes[:-1])
-    return [*routed, swiglu(parts[-1], limit=limit)]
+        chosen = chosen.index_select(0, torch.from_numpy(place))
+    if len(shared) != 1:
+        common = common.view(-1, T, x.shape[1]).sum(dim=0)
+    return chosen.view(T, top_k, -1), common
 
 
 def _grouped_experts(
@@ -193,10 +198,11 @@ def _all_experts(
     return out.transpose(0, 1).gather(1, ids.unsqueeze(2).expand(-1, -1, out.shape[2]))
 
 
-def _fits_grouped_mm(weight: torch.Tensor) -> bool:
+def _fits_grouped_mm(w13: torch.Tensor) -> bool:
     """``grouped_mm`` wants every row of a matrix 16 bytes aligned and, but for CPUs, bf16."""
-    aligned = weight.shape[2] * weight.element_size() % 16 == 0
-    return aligned and (weight.device.type == "cpu" or weight.dtype == torch.bfloat16)
+    _, width, hidden = w13.shape
+    aligned = all(size * w13.element_size() % 16 == 0 for size in (hidden, width // 2))
+    return aligned and (w13.device.type == "cpu" or w13.dtype == torch.bfloat16)
 
 
 @lru_cache(maxsize=8)

@@ -134,10 +134,10 @@ def random_experts(
     return w13.to(dtype), w2.to(dtype)
 
 
-def random_shared(hidden: int, intermediate: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The shared expert's keyword arguments."""
-    w13, w2 = random_experts(1, hidden, intermediate, dtype)
-    return {"shared_w13": -w13[0], "shared_w2": w2[0] / 4}  # sums stay of order one
+def with_shared(w13: torch.Tensor, w2: torch.Tensor, num_shared: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shared experts behind the others, small enough that sums stay of order one."""
+    more13, more2 = random_experts(num_shared, w13.shape[2], w2.shape[2], w13.dtype)
+    return torch.cat((w13, -more13)), torch.cat((w2, more2 / 4))
 
 
 def random_choice(tokens: int, num_experts: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,7 +147,7 @@ def random_choice(tokens: int, num_experts: int, top_k: int) -> tuple[torch.Tens
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), [(32, 20), (48, 16), (30, 7)])  # the last one grouped_mm refuses
-@pytest.mark.parametrize("num_shared", [1, 2])
+@pytest.mark.parametrize("num_shared", [0, 1, 2])
 @pytest.mark.parametrize("tokens", [0, 1, 2, 16, 32, 33, 150])  # the host groups 64 pairs
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("limit", [None, 0.4])
@@ -166,21 +166,24 @@ def test_experts_equal_transformers(
     x = (torch.randn(tokens, hidden) * 0.6).to(dtype)
     weights, ids = random_choice(tokens, 8, 2)
     width = num_shared * intermediate
-    shared = random_shared(hidden, width, dtype)
-    oracle_shared = Glm5NextTextMLP(config, intermediate_size=width).to(dtype)
+    w13, w2 = with_shared(w13, w2, num_shared)
+    gate_rows, up_rows = w13[8:].view(num_shared, 2, intermediate, hidden).unbind(1)
     with torch.no_grad():
-        oracle.gate_up_proj.copy_(w13)
-        oracle.down_proj.copy_(w2)
-        oracle_shared.gate_proj.weight.copy_(shared["shared_w13"][:width])
-        oracle_shared.up_proj.weight.copy_(shared["shared_w13"][width:])
-        oracle_shared.down_proj.weight.copy_(shared["shared_w2"])
-        want = oracle(x, ids, weights) + oracle_shared(x)
-    got = experts(x, w13, w2, **shared, weights=weights, ids=ids, swiglu_limit=limit)
+        oracle.gate_up_proj.copy_(w13[:8])
+        oracle.down_proj.copy_(w2[:8])
+        want = oracle(x, ids, weights)
+        if num_shared:
+            oracle_shared = Glm5NextTextMLP(config, intermediate_size=width).to(dtype)
+            oracle_shared.gate_proj.weight.copy_(gate_rows.reshape(width, hidden))
+            oracle_shared.up_proj.weight.copy_(up_rows.reshape(width, hidden))
+            oracle_shared.down_proj.weight.copy_(w2[8:].transpose(0, 1).reshape(hidden, width))
+            want = want + oracle_shared(x)
+    got = experts(x, w13, w2, num_shared=num_shared, weights=weights, ids=ids, swiglu_limit=limit)
     assert got.dtype == dtype
     exact = dtype == torch.float32
     torch.testing.assert_close(got, want, rtol=0, atol=FP32_GEMM if exact else 2 * BF16_STEPS)
     if tokens <= 16:
-        want = reference.experts(x, w13, w2, **shared, weights=weights, ids=ids, swiglu_limit=limit)
+        want = reference.experts(x, w13, w2, num_shared=num_shared, weights=weights, ids=ids, swiglu_limit=limit)
         torch.testing.assert_close(got, want, rtol=0, atol=FP32_GEMM if exact else BF16_STEPS)
 
 
@@ -189,45 +192,45 @@ def test_experts_equal_transformers(
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
 def test_a_garbage_token_hurts_no_other(hidden: int, intermediate: int, tokens: int, poison: float) -> None:
     w13, w2 = random_experts(4, hidden, intermediate, torch.float32)
-    shared = random_shared(hidden, intermediate, torch.float32)
+    w13, w2 = with_shared(w13, w2, 1)
     router, bias = random_router(4, hidden)
     x = torch.randn(tokens, hidden)
     clean_weights, clean_ids = route(x, router, bias, top_k=2, **ONE_GROUP)
-    clean = experts(x, w13, w2, **shared, weights=clean_weights, ids=clean_ids, swiglu_limit=7.0)
+    clean = experts(x, w13, w2, num_shared=1, weights=clean_weights, ids=clean_ids, swiglu_limit=7.0)
     x[4] = poison
     weights, ids = route(x, router, bias, top_k=2, **ONE_GROUP)
     keep = [t for t in range(tokens) if t != 4]
     assert torch.equal(ids[keep], clean_ids[keep])
     assert bool(((ids >= 0) & (ids < 4)).all()), "a NaN row must still name experts"
-    got = experts(x, w13, w2, **shared, weights=weights, ids=ids, swiglu_limit=7.0)
+    got = experts(x, w13, w2, num_shared=1, weights=weights, ids=ids, swiglu_limit=7.0)
     torch.testing.assert_close(got[keep], clean[keep], rtol=0, atol=FP32_GEMM)
 
 
 @pytest.mark.parametrize("repeats", [3, 13])
 def test_experts_that_nobody_chose_are_not_read(repeats: int) -> None:
     w13, w2 = random_experts(6, 32, 20, torch.float32)
-    shared = random_shared(32, 20, torch.float32)
+    w13, w2 = with_shared(w13, w2, 1)
     tokens = 3 * repeats
     weights, _ = random_choice(tokens, 6, 2)
     ids = torch.tensor([[1, 4], [4, 1], [1, 4]] * repeats)
     x = torch.ones(tokens, 32)
-    clean = experts(x, w13, w2, **shared, weights=weights, ids=ids, swiglu_limit=None)
+    clean = experts(x, w13, w2, num_shared=1, weights=weights, ids=ids, swiglu_limit=None)
     for expert in (0, 2, 3, 5):
         w13[expert], w2[expert] = float("nan"), float("nan")
-    assert torch.equal(experts(x, w13, w2, **shared, weights=weights, ids=ids, swiglu_limit=None), clean)
+    assert torch.equal(experts(x, w13, w2, num_shared=1, weights=weights, ids=ids, swiglu_limit=None), clean)
 
 
 @pytest.mark.parametrize("tokens", [7, 200])
 def test_the_same_call_gives_the_same_bits(tokens: int) -> None:
     w13, w2 = random_experts(8, 64, 40, torch.float32)
-    shared = random_shared(64, 40, torch.float32)
+    w13, w2 = with_shared(w13, w2, 1)
     router, bias = random_router(8, 64)
     x = torch.randn(tokens, 64)
     weights, ids = route(x, router, bias, top_k=2, **ONE_GROUP)
-    first = experts(x, w13, w2, **shared, weights=weights, ids=ids, swiglu_limit=7.0)
+    first = experts(x, w13, w2, num_shared=1, weights=weights, ids=ids, swiglu_limit=7.0)
     for _ in range(5):
         again = route(x.clone(), router, bias, top_k=2, **ONE_GROUP)
-        got = experts(x.clone(), w13, w2, **shared, weights=again[0], ids=again[1], swiglu_limit=7.0)
+        got = experts(x.clone(), w13, w2, num_shared=1, weights=again[0], ids=again[1], swiglu_limit=7.0)
         assert torch.equal(got, first)
 
 
