@@ -30,6 +30,7 @@ from sidestream.core.request import FinishReason, Request
 from sidestream.errors import CapacityError, RequestError
 from sidestream.scheduler.config import SchedulerConfig
 from sidestream.scheduler.fair_share import fair_shares
+from sidestream.scheduler.integrity import check_blocks, check_queues
 from sidestream.scheduler.sequence import Sequence
 
 
@@ -189,34 +190,16 @@ class Scheduler:
             sequence.restart()
 
     def check_integrity(self) -> None:
-        """Recount queues, pools and tokens in flight.
-
-        Raises:
-            AssertionError: naming what differs.
-        """
-        queued = [*self._running, *self._waiting]
-        assert {id(s) for s in queued} == {id(s) for s in self._sequences.values()}, "queues and requests differ"
-        assert len(queued) == len(self._sequences), "a sequence is queued twice"
+        """Recount queues, pools and tokens in flight; an AssertionError names what differs."""
+        check_queues(
+            running=self._running,
+            waiting=self._waiting,
+            known=self._sequences.values(),
+            in_flight=[sampling for _, sampling in self._in_flight],
+        )
         assert len(self._running) <= self.config.max_running, f"{len(self._running)} sequences run"
-        arrivals = [s.arrival for s in queued]
-        assert arrivals == sorted(arrivals), f"sequences are out of order: {arrivals}"
-        for sequence in self._running:
-            assert sequence.running, f"{sequence.request_id} is running, its mark says it waits"
-            if self._blocks is not None:
-                need = self._blocks.blocks_for(sequence.num_computed)
-                assert len(sequence.block_ids) == need, (
-                    f"{sequence.request_id} owns {len(sequence.block_ids)} blocks for {sequence.num_computed} tokens"
-                )
-        for sequence in self._waiting:
-            owned = (sequence.running, sequence.block_ids, sequence.slot, sequence.num_computed)
-            assert not any(owned), f"{sequence.request_id} waits and still owns memory: {owned}"
-        for sequence in queued:
-            in_flight = sum(sampling.count(sequence) for _, sampling in self._in_flight)
-            assert in_flight == sequence.num_in_flight, (
-                f"{sequence.request_id} counts {sequence.num_in_flight} tokens in flight, the steps hold {in_flight}"
-            )
         if self._blocks is not None:
-            self._blocks.check_integrity({s.request_id: s.block_ids for s in self._running})
+            check_blocks(self._blocks, self._running)
         if self._slots is not None:
             self._slots.check_integrity({s.request_id: s.slot for s in self._running})
 

@@ -75,7 +75,7 @@ def test_logprobs_equal_transformers(model: Model, schedule: str) -> None:
 
 def test_slots_and_pages_are_reused_clean(model: Model) -> None:
     """What the last owner left in blocks and slots never shows, not even for a prompt of one token."""
-    harness = Harness(model.folder, max_num_seqs=3, num_blocks=40)
+    harness = Harness(model.folder, max_num_seqs=3, num_blocks=40, max_model_len=256)
     for seed in range(3):
         harness.run(random_sequences(LENGTHS, vocab=VOCAB, seed=seed), chunked(LENGTHS, 64))
     schedule = [[Part(0, 1), Part(1, 1), Part(2, 1)], *decoded(LENGTHS, 1)[1:]]
