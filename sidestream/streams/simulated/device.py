@@ -103,8 +103,7 @@ class DeviceCore:
             self._launch_on(stream, label, site, run=run, touches=touches)
 
     def host_access(self, label: str, touches: tuple[Touch, ...]) -> None:
-        """The host itself touches page-locked memory, now."""
-        self._clock[_HOST] += 1
+        """The host itself touches page-locked memory, now; whatever is issued later follows."""
         node = Node(label, here(), "the host", run=None, deps=(), clock=dict(self._clock), timeline=_HOST)
         node.done = True
         for touch in touches:

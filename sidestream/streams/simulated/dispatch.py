@@ -72,7 +72,6 @@ class Dispatcher:
                     rows[i] = row_numbers(rows_of)
 
         if info.waits or aten.has_mask_index(func, named):
-            self._core.refuse_in_capture(f"{label} makes the host wait")
             self._core.issue(label, lambda rows: None, touches)
             self._core.host_wait(self._core.current.frontier, label)
             return self._keep(func(*plain_args, **plain_kwargs), info, named)
@@ -136,8 +135,7 @@ class Dispatcher:
         label = f"copy {_place(source)} to {_place(target)}"
         if blocks:
             self._core.refuse_in_capture(f"{label} makes the host wait")
-        taken = source.clone() if not isinstance(source, WrapperTensor) else _elem(source)
-        into = _elem(target)
+        taken, into = _elem(source), _elem(target)
         pairs = ((source, False), (target, True))
         touches = (self.touch(t, write=write) for t, write in pairs if isinstance(t, WrapperTensor))
 

@@ -116,11 +116,29 @@ def test_without_a_hazard_every_order_gives_the_same_values(program: list[Step],
         assert torch.equal(wanted, found)
 
 
+def history(tensor: torch.Tensor) -> int:
+    """Accesses that later ones would be checked against."""
+    return len(tensor.storage_owner.block.history)  # type: ignore[attr-defined]
+
+
 def test_what_the_host_waited_for_is_forgotten() -> None:
     backend = SimulatedBackend(Order.LAZY)
-    x = torch.zeros(4, device="sim")
+    x = torch.zeros(50, 4, device="sim")
     for i in range(50):
-        x.add_(i)
-        x[:2].add_(i)
-        backend.synchronize()
-    assert len(x.storage_owner.block.history) <= 3  # type: ignore[attr-defined]
+        x[i].fill_(i)
+    assert history(x) == 51
+    backend.synchronize()
+    x[0].fill_(1)
+    assert history(x) == 1
+
+
+def test_what_a_later_access_stands_for_is_forgotten() -> None:
+    SimulatedBackend(Order.LAZY)
+    x = torch.zeros(4, 4, device="sim")
+    for i in range(50):
+        x[1:3].fill_(i)
+        x.add_(1)
+    assert history(x) <= 2  # add_ reads and writes
+    for _ in range(50):
+        x.sum()
+    assert history(x) <= 3

@@ -132,11 +132,11 @@ def test_host_values_are_taken_when_work_is_issued() -> None:
     SimulatedBackend(Order.LAZY)
     scalar, rows = torch.tensor(2.0), torch.ones(3)
     x = torch.ones(3, device="sim") * scalar
+    scalar.fill_(100)
+    assert x.tolist() == [2.0] * 3
     y = torch.empty(3, device="sim")
     y.copy_(rows)
-    scalar.fill_(100)
     rows.fill_(100)
-    assert x.tolist() == [2.0] * 3
     assert y.tolist() == [1.0] * 3
 
 
