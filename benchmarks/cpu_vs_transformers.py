@@ -15,9 +15,9 @@ import platform
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from transformers import Glm5NextForConditionalGeneration
 from sidestream import LLM, SamplingParams, __version__
 from sidestream.config.engine import EngineConfig
 from sidestream.core.batch import Chunk
-from sidestream.engine import build
 from sidestream.engine.build import BuiltEngine, build_engine
 from sidestream.engine.llm import bundled_model
 
@@ -174,27 +173,31 @@ def compare_requests(folder: Path, peer: Peer, count: int, rounds: int) -> dict[
     }
 
 
+def with_index_topk(folder: Path, topk: int, into: Path) -> Path:
+    """The checkpoint with another ``index_topk``, on which no weight depends: files linked, config rewritten."""
+    into.mkdir()
+    for file in folder.iterdir():
+        if file.name != "config.json":
+            (into / file.name).symlink_to(file.resolve())
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["index_topk"] = topk
+    (into / "config.json").write_text(json.dumps(config))
+    return into
+
+
 def context_curve(folder: Path, contexts: Sequence[int], topks: Sequence[int], rounds: int) -> list[dict[str, float]]:
-    """Milliseconds of a decode step at batch 1 by context and ``index_topk`` (weights do not depend on it)."""
+    """Milliseconds of a decode step at batch 1 by context and ``index_topk``."""
     rows = []
-    real = build.ModelConfig.from_hf
-    for topk in topks:
-        for context in contexts:
-
-            def with_topk(source: Any, topk: int = topk) -> Any:
-                config = real(source)
-                return replace(config, indexer=replace(config.indexer, topk=topk))
-
-            build.ModelConfig.from_hf = staticmethod(with_topk)  # type: ignore[assignment,method-assign]
-            try:
-                built = build_engine(folder, EngineConfig(device="cpu", dtype="float32", max_num_seqs=1))
-            finally:
-                build.ModelConfig.from_hf = real  # type: ignore[method-assign]
-            decoder = Decoder(built, 1, context, built.config.model.vocab_size)
-            for _ in range(3):
-                decoder.step()
-            rows.append({"index_topk": topk, "context": context, "ms": 1e3 * median_seconds(decoder.step, rounds)})
-            print(f"  index_topk {topk:5}  context {context:6}  {rows[-1]['ms']:7.2f} ms a step", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        for topk in topks:
+            variant = with_index_topk(folder, topk, Path(scratch) / str(topk))
+            built = build_engine(variant, EngineConfig(device="cpu", dtype="float32", max_num_seqs=1))
+            for context in contexts:
+                decoder = Decoder(built, 1, context, built.config.model.vocab_size)
+                for _ in range(3):
+                    decoder.step()
+                rows.append({"index_topk": topk, "context": context, "ms": 1e3 * median_seconds(decoder.step, rounds)})
+                print(f"  index_topk {topk:5}  context {context:6}  {rows[-1]['ms']:7.2f} ms a step", flush=True)
     return rows
 
 
