@@ -31,15 +31,24 @@ class WaitKind(Enum):
     WHOLE_STREAM = "whole stream"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Publication:
-    """Where and when the last publish happened."""
+    """Where and when the last publish happened.
+
+    Attributes:
+        source: the capture that published, None if it was eager code.
+        stream: it published on, or was replayed on.
+        ran: False between the capture of a publish and the graph's first replay.
+        mark: event for waits outside of ``source``; None under policy stream.
+        edge: event for waits inside of ``source``, while that is open.
+    """
 
     step: int
     source: Capture | None
     stream: Stream
     ran: bool
-    """False between the capture of a publish and the graph's first replay."""
+    mark: Event | None
+    edge: Event | None = None
 
 
 class Handoff:
@@ -58,7 +67,8 @@ class Handoff:
         waits: how many waits became what, for tests and reports; a replayed graph's own waits are not counted again.
 
     An event that a capture recorded belongs to that capture alone: each capture that publishes gets events of its own,
-    and a graph that waits on one may be replayed only in a step where the same graph published.
+    which live as long as the capture, and a graph that waits on one may be replayed only in a step where the same graph
+    published.
     """
 
     def __init__(self, streams: Streams, name: str, *, producer: str, consumers: Sequence[str]) -> None:
@@ -72,9 +82,7 @@ class Handoff:
         self._streams = streams
         self._external = streams.report.policy is Policy.EXTERNAL
         # External, since a capture may wait on it; recorded eagerly it is an event like any other.
-        self._eager = streams.backend.new_event(external=self._external)
-        self._edges: dict[Capture, Event] = {}
-        self._externals: dict[Capture, Event] = {}
+        self._eager = streams.backend.new_event(external=True) if self._external else None
         self._last: _Publication | None = None
 
     def publish(self) -> None:
@@ -86,9 +94,10 @@ class Handoff:
         streams, backend = self._streams, self._streams.backend
         source = streams.open_capture
         self._refuse_second(source)
+        mark, edge = self._eager, None
         if source is None:
-            if self._external:
-                backend.record(self._eager)
+            if mark is not None:
+                backend.record(mark)
         else:
             assert backend.is_capturing(), (
                 f"{self._who()} publishes on stream {backend.current_stream().name!r}, which {source!r} does not record"
@@ -96,12 +105,11 @@ class Handoff:
             if self._external:
                 # The edge comes last and so covers the external record too: a stream that joins the capture again by
                 # the edge would otherwise leave that record behind as unjoined work.
-                self._externals[source] = crossing = backend.new_event(external=True)
-                self._edges[source] = edge = backend.new_event(external=False)
-                backend.record(crossing)
+                mark, edge = backend.new_event(external=True), backend.new_event(external=False)
+                backend.record(mark)
                 backend.record(edge)
-            source.add_publish(_CapturedPublish(self, source))
-        self._last = _Publication(streams.step, source, backend.current_stream(), ran=source is None)
+            source.add_publish(_CapturedPublish(self, source, mark))
+        self._last = _Publication(streams.step, source, backend.current_stream(), source is None, mark, edge)
 
     def wait(self, consumer: str | None = None) -> None:
         """Hold the current stream back until what was published in this step is done.
@@ -120,28 +128,21 @@ class Handoff:
             raise HandoffError(
                 f"{self._who(consumer)}: published in {source!r}, which was not replayed since, so nothing has run"
             )
-        if here is None and not self._external:
-            kind = WaitKind.WHOLE_STREAM
-            backend.wait_stream(last.stream)
-        elif here is None and source is None:
-            kind = WaitKind.EVENT
-            backend.wait(self._eager)
-        elif here is None:
-            assert source is not None
-            kind = WaitKind.EXTERNAL_EVENT
-            backend.wait(self._externals[source])
-        elif here is source and self._external:
-            kind = WaitKind.EDGE
-            backend.wait(self._edges[source])
-        elif here is source:
-            kind = WaitKind.WHOLE_STREAM
-            backend.wait_stream(last.stream)
-        else:
-            # Under policy stream the graph cannot record the wait: it is done on the replaying stream instead.
-            kind = WaitKind.EXTERNAL_NODE if self._external else WaitKind.WHOLE_STREAM
+        inside = here is not None and here is source
+        if here is not None and not inside:
             here.add_wait(_CrossingWait(self, here, source, consumer))
-            if self._external:
-                backend.wait(self._eager if source is None else self._externals[source])
+        if not self._external:
+            kind = WaitKind.WHOLE_STREAM
+            if here is None or inside:  # otherwise the wait is done on the replaying stream, before each replay
+                backend.wait_stream(last.stream)
+        else:
+            event = last.edge if inside else last.mark
+            assert event is not None, f"{self._who(consumer)}: published in {source!r} without an event"
+            backend.wait(event)
+            if here is None:
+                kind = WaitKind.EVENT if source is None else WaitKind.EXTERNAL_EVENT
+            else:
+                kind = WaitKind.EDGE if inside else WaitKind.EXTERNAL_NODE
         self.waits[kind] += 1
 
     def _declared(self, consumer: str | None) -> str:
@@ -179,10 +180,11 @@ class Handoff:
 
 @dataclass(frozen=True, slots=True)
 class _CapturedPublish:
-    """A publish held by a graph."""
+    """A publish held by a graph, and with it the event that the graph records."""
 
     handoff: Handoff
     source: Capture
+    mark: Event | None
 
     @property
     def handoff_name(self) -> str:
@@ -196,7 +198,8 @@ class _CapturedPublish:
 
     def after_replay(self) -> None:
         streams = self.handoff._streams
-        self.handoff._last = _Publication(streams.step, self.source, streams.backend.current_stream(), ran=True)
+        stream = streams.backend.current_stream()
+        self.handoff._last = _Publication(streams.step, self.source, stream, True, self.mark)
 
 
 @dataclass(frozen=True, slots=True)

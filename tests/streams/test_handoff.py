@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -318,6 +320,22 @@ def test_each_capture_that_publishes_has_an_event_of_its_own() -> None:
             assert y.tolist()[0] == value
             machine.streams.begin_step()
     machine.backend.check()
+
+
+def test_a_handoff_keeps_no_capture_alive() -> None:
+    machine = Machine()
+    ready, x = machine.handoff(), machine.buffer(4)
+    with machine.on_compute():
+        with machine.streams.capture("segment 0") as segment:
+            x.fill_(1)
+            ready.publish()
+        segment.replay()
+    machine.streams.begin_step()
+    ready.publish()
+    dropped = weakref.ref(segment)
+    del segment
+    gc.collect()
+    assert dropped() is None
 
 
 def test_a_publish_on_a_stream_outside_the_capture_is_a_bug() -> None:
