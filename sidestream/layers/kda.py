@@ -11,9 +11,9 @@ from sidestream.config.model import ModelConfig
 from sidestream.core.forward_context import get_forward_context
 from sidestream.core.layer_cache import LayerCache
 from sidestream.core.step_inputs import StepInputs
-from sidestream.layers.linear import ColumnLinear, MergedLinear, Projection, RowLinear
+from sidestream.layers.linear import MergedLinear, Projection, RowLinear
 from sidestream.layers.loader import LayerLoader
-from sidestream.layers.padding import pad_rows
+from sidestream.layers.padding import pad_rows, true_rows
 from sidestream.ops.kda import chunked, gate, recurrent, short_conv
 from sidestream.ops.norm import gated_rms_norm
 
@@ -48,9 +48,11 @@ class KimiDeltaAttention:
                 Projection("b_proj", kda.num_heads),
             ],
         )
-        self.sizes = [3 * local, kda.head_dim, kda.head_dim, self.num_heads]
-        self.forget = ColumnLinear(loader, "f_b_proj", kda.head_dim, width)
-        self.output_gate = ColumnLinear(loader, "g_b_proj", kda.head_dim, width)
+        # The two low-rank projections stand side by side and are expanded by one batched product.
+        self.sizes = [3 * local, 2 * kda.head_dim, self.num_heads]
+        self.expand = torch.empty(2, local, kda.head_dim, dtype=loader.dtype, device=loader.device)
+        for i, part in enumerate(("f_b_proj", "g_b_proj")):
+            loader.source.load(f"{loader.prefix}{part}.weight", self.expand[i], shard=loader.shard(0))
         self.dt_bias = loader.tensor("dt_bias", (local,), dtype=torch.float32, shard=loader.shard(0))
         self.a_log = loader.tensor("A_log", (self.num_heads,), dtype=torch.float32, shard=loader.shard(0))
         # [C, taps] over memory of [taps, C]: the order in which the operator multiplies
@@ -66,10 +68,13 @@ class KimiDeltaAttention:
         context = get_forward_context()
         inputs, cache = context.inputs, context.caches[self.layer]
         tokens = inputs.num_tokens
-        qkv, low_forget, low_gate, beta = torch.split(self.inputs.weight.linear(x, None), self.sizes, dim=-1)
-        forget = gate(self.forget(low_forget)[:tokens], self.dt_bias, self.a_log, lower_bound=self.lower_bound)
-        output_gate = self.output_gate(low_gate)[:tokens].view(tokens, self.num_heads, self.head_dim)
-        mixed = self._mix(qkv[:tokens], forget, beta[:tokens].sigmoid(), inputs=inputs, cache=cache)
+        qkv, low, beta = torch.split(self.inputs.weight.linear(x, None), self.sizes, dim=-1)
+        low = low.view(x.shape[0], 2, self.head_dim).transpose(0, 1)
+        forget, output_gate = torch.bmm(low, self.expand.transpose(1, 2)).unbind()
+        forget = gate(true_rows(forget, tokens), self.dt_bias, self.a_log, lower_bound=self.lower_bound)
+        output_gate = true_rows(output_gate, tokens).view(tokens, self.num_heads, self.head_dim)
+        beta = true_rows(beta, tokens).sigmoid()
+        mixed = self._mix(true_rows(qkv, tokens), forget, beta, inputs=inputs, cache=cache)
         normed = gated_rms_norm(mixed, output_gate, self.norm, eps=self.norm_eps)
         return self.out(pad_rows(normed.reshape(tokens, -1), x.shape[0]))
 

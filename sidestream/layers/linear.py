@@ -56,17 +56,6 @@ class MergedLinear:
         return torch.split(self.weight.linear(x, self.bias), self.sizes, dim=-1)
 
 
-class ColumnLinear:
-    """One projection, output rows split over the ranks."""
-
-    def __init__(self, loader: LayerLoader, name: str, in_features: int, out_features: int, *, bias: bool = False):
-        self.merged = MergedLinear(loader, in_features, [Projection(name, out_features, bias=bias)])
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] -> [T, out / ranks]."""
-        return self.merged.weight.linear(x, self.merged.bias)
-
-
 class RowLinear:
     """One projection, input columns split over the ranks; the ranks' partial results are summed."""
 

@@ -12,7 +12,7 @@ from sidestream.core.forward_context import get_forward_context
 from sidestream.layers.indexer import Indexer
 from sidestream.layers.linear import MergedLinear, Projection, RowLinear
 from sidestream.layers.loader import LayerLoader
-from sidestream.layers.padding import pad_rows
+from sidestream.layers.padding import pad_rows, true_rows
 from sidestream.layers.rope import Rotation
 from sidestream.ops.norm import rms_norm
 from sidestream.ops.rope import apply_rope
@@ -67,13 +67,16 @@ class LatentAttention:
             query, *index_query = self.resid_inputs(q_resid)
             if self.indexer is not None:
                 self.indexer(index_query[0], tuple(indexer_parts), rotation)
-        query = query[:tokens].view(tokens, self.num_heads, mla.qk_head_dim)
-        latent = rms_norm(compressed[:tokens, : mla.kv_lora_rank], self.kv_norm, mla.lora_norm_eps)
-        absorbed = torch.bmm(query[..., : mla.qk_nope_head_dim].transpose(0, 1), self.w_uk).transpose(0, 1)
+        query = true_rows(query, tokens).view(tokens, self.num_heads, mla.qk_head_dim)
+        compressed = true_rows(compressed, tokens)
+        latent = compressed[:, : mla.kv_lora_rank] if mla.qk_rope_head_dim else compressed
+        latent = rms_norm(latent, self.kv_norm, mla.lora_norm_eps)
+        nope = query[..., : mla.qk_nope_head_dim] if mla.qk_rope_head_dim else query
+        absorbed = torch.bmm(nope.transpose(0, 1), self.w_uk).transpose(0, 1)
         rope_key = None
         if mla.qk_rope_head_dim:
             rope_query = query[..., mla.qk_nope_head_dim :]
-            rope_key = compressed[:tokens, mla.kv_lora_rank :]
+            rope_key = compressed[:, mla.kv_lora_rank :]
             if rotation is not None:
                 rope_query = apply_rope(rope_query, *rotation, interleaved=True)
                 rope_key = apply_rope(rope_key, *rotation, interleaved=True)

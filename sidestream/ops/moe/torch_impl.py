@@ -163,9 +163,12 @@ def _few_experts(
     names += shared
     sizes += [T] * len(shared)
     rows += [x] * len(shared)
-    gate_up = torch.cat([F.linear(part, w13[name]) for part, name in zip(rows, names, strict=True)])
+    # All views at once are cheaper than most of them one by one.
+    most = 2 * len(names) > w13.shape[0]
+    of13, of2 = (w13.unbind(), w2.unbind()) if most else (w13, w2)
+    gate_up = torch.cat([F.linear(part, of13[name]) for part, name in zip(rows, names, strict=True)])
     hidden = torch.split(swiglu(gate_up, limit=swiglu_limit), sizes)
-    out = torch.cat([F.linear(part, w2[name]) for part, name in zip(hidden, names, strict=True)])
+    out = torch.cat([F.linear(part, of2[name]) for part, name in zip(hidden, names, strict=True)])
     chosen, common = torch.split(out, [T * top_k, T * len(shared)])
     if order is not None:
         place = np.empty_like(order)
