@@ -3,7 +3,9 @@
 Many rows go through ``grouped_mm``, without a host read. Measured on a CPU with 8 experts of 192 x 128 and top-2, it
 beats products with all experts from 8 rows on, and copies of the chosen experts' weights at any size. It spends 10 us
 on every expert, though, chosen or not; so few rows on a CPU, where ids are on the host anyway, are grouped by numpy
-and visit the chosen experts alone.
+and visit the chosen experts alone. Where these rows are about as many as experts, most experts are visited anyway, and
+one batched product with all of them is as fast in one thread and twice as fast in two: threads share a batch, but gain
+nothing in a product of two rows. (One product with the experts' rows stacked, instead of a batch, was slower.)
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import torch.nn.functional as F
 
 FEW_ROWS = 64
 """Pairs of token and expert up to which the host groups them."""
+DENSE_PAIRS = (1, 4)
+"""Pairs an expert, from and to, between which every token goes through every expert."""
 
 
 def route(
@@ -107,7 +111,8 @@ def experts(
     """The shared experts' sum plus the weighted sum of each token's own, accumulated in fp32.
 
     Formula: ``*MoE`` and ``*Experts`` of transformers. A token's sum never depends on which experts other tokens chose,
-    but the products' rounding may depend on how many rows share an expert, as in any GEMM.
+    but the products' rounding may depend on how many rows share an expert, as in any GEMM. Experts that nobody chose
+    may be read, times zero.
 
     Args:
         x: [T, H].
@@ -122,6 +127,9 @@ def experts(
     """
     num_experts = w13.shape[0] - num_shared
     if _few(x, ids.shape[1]):
+        least, most = DENSE_PAIRS
+        if x.dtype is torch.float32 and least * num_experts <= ids.numel() <= most * num_experts:
+            return _dense_experts(x, w13, w2, _dense_weights(weights, ids, num_experts, num_shared), swiglu_limit)
         chosen, shared = _few_experts(x, w13, w2, ids, num_experts, swiglu_limit)
     else:
         own13, own2 = w13[:num_experts], w2[:num_experts]
@@ -137,6 +145,25 @@ def _sum_of_all(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, swiglu_lim
     num_experts, width, _ = w13.shape
     hidden = swiglu(F.linear(x, w13.view(-1, H)).view(T, num_experts, width), limit=swiglu_limit)
     return torch.mm(hidden.reshape(T, num_experts * width // 2), w2.transpose(1, 2).reshape(-1, H))
+
+
+def _dense_experts(
+    x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, swiglu_limit: float | None
+) -> torch.Tensor:
+    """Every token through every expert, times ``weights`` [E, T, 1]: two batched products, which threads share."""
+    gate_up = torch.bmm(x.expand(w13.shape[0], -1, -1), w13.transpose(1, 2))
+    hidden = swiglu(gate_up, limit=swiglu_limit) * weights
+    return torch.bmm(hidden, w2.transpose(1, 2)).sum(dim=0)
+
+
+def _dense_weights(weights: torch.Tensor, ids: torch.Tensor, num_experts: int, num_shared: int) -> torch.Tensor:
+    """[E + num_shared, T, 1]: the weight of every expert, 0 where it was not chosen. On a CPU."""
+    T = ids.shape[0]
+    dense = torch.zeros(num_experts + num_shared, T, 1)
+    values = dense.numpy()
+    values[num_experts:] = 1.0
+    values.reshape(-1)[ids.numpy() * T + np.arange(T)[:, None]] = weights.numpy()
+    return dense
 
 
 def _few_experts(
