@@ -91,7 +91,7 @@ def build_engine(model_path: str | os.PathLike[str], user: EngineConfig) -> Buil
     pools = CachePools(groups, num_blocks, num_slots, device=device)
     return BuiltEngine(
         config=config,
-        runner=wire_runner(model, config, pools, layout=layout, max_model_len=max_model_len),
+        runner=wire_runner(model, config, pools, layout=layout, max_model_len=max_model_len, weight_bytes=weights),
         pools=pools,
         load_report=report,
         ledger=Ledger(
@@ -174,7 +174,13 @@ def size_pools(config: ResolvedConfig, groups: CacheGroups, *, weights: int) -> 
 
 
 def wire_runner(
-    model: DecoderModel, config: ResolvedConfig, pools: CachePools, *, layout: KVRowLayout, max_model_len: int
+    model: DecoderModel,
+    config: ResolvedConfig,
+    pools: CachePools,
+    *,
+    layout: KVRowLayout,
+    max_model_len: int,
+    weight_bytes: int,
 ) -> ModelRunner:
     """Connect a model to its caches."""
     model_config = config.model
@@ -191,7 +197,7 @@ def wire_runner(
         groups=index_groups(config, pools.device, max_model_len=max_model_len),
     )
     caches = tuple(pools.layer(i) for i in range(model_config.num_layers))
-    return ModelRunner(model, caches=caches, attention=attention, builder=builder)
+    return ModelRunner(model, caches=caches, attention=attention, builder=builder, weight_bytes=weight_bytes)
 
 
 def index_groups(

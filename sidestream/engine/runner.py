@@ -11,6 +11,7 @@ from sidestream.attention.step_inputs import ROW_BUCKET, StepInputsBuilder
 from sidestream.core.batch import Chunk
 from sidestream.core.forward_context import ForwardContext, forward_context
 from sidestream.core.layer_cache import LayerCache
+from sidestream.engine.threads import step_threads
 from sidestream.models.decoder import DecoderModel
 
 
@@ -24,11 +25,13 @@ class ModelRunner:
         caches: tuple[LayerCache, ...],
         attention: PagedLatentAttention,
         builder: StepInputsBuilder,
+        weight_bytes: int,
     ) -> None:
         self._model = model
         self._caches = caches
         self._attention = attention
         self._builder = builder
+        self._weight_bytes = weight_bytes
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], token_ids: Sequence[int]) -> torch.Tensor:
@@ -45,7 +48,7 @@ class ModelRunner:
         context = ForwardContext(
             inputs=inputs, caches=self._caches, attention=self._attention, index_sink=self._attention
         )
-        with forward_context(context):
+        with step_threads(inputs.num_tokens * self._weight_bytes), forward_context(context):
             return self._model.forward()
 
     @torch.inference_mode()
@@ -54,6 +57,9 @@ class ModelRunner:
         count = len(rows)
         padding = -count % ROW_BUCKET
         if rows[0] == 0 and rows[-1] == count - 1 and hidden.shape[0] == count + padding:
-            return self._model.logits(hidden)[:count]  # every row of the step, as in most decodes
-        index = torch.tensor([*rows, *[rows[0]] * padding], device=hidden.device)
-        return self._model.logits(hidden.index_select(0, index))[:count]
+            wanted = hidden  # every row of the step, as in most decodes
+        else:
+            index = torch.tensor([*rows, *[rows[0]] * padding], device=hidden.device)
+            wanted = hidden.index_select(0, index)
+        with step_threads(count * self._weight_bytes):
+            return self._model.logits(wanted)[:count]
