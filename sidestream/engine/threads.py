@@ -18,7 +18,7 @@ idle cores: one thread is 8 % faster at 1 token, 10 % slower at 8, and 30 % slow
 
 @contextmanager
 def step_threads(work: int) -> Iterator[None]:
-    """Run a step of ``work`` (tokens times bytes of weights) on one thread if it is small, else on torch's own number."""
+    """Run a step of ``work`` (tokens times bytes of weights) on one thread if it is small, else on torch's number."""
     threads = torch.get_num_threads()
     if work > SMALL_STEP or threads == 1:
         yield
