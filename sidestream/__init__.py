@@ -1,4 +1,4 @@
-"""Sidestream: an inference engine for sparse-MLA language models, whole on a CPU and fast on Hopper GPUs."""
+"""Sidestream: an inference engine for sparse-MLA language models, whole on a CPU."""
 
 from typing import TYPE_CHECKING, Any
 

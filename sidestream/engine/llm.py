@@ -46,7 +46,7 @@ class TextDelta:
     num_tokens: int
     """Tokens of the completion so far."""
     output: RequestOutput
-    """The request as it stands; final when ``output.finished``."""
+    """The request, live: it grows with the stream, and is final when ``output.finished``."""
 
 
 class LLM:
@@ -130,11 +130,13 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, str]],
-        sampling_params: SamplingParams | None = None,
-    ) -> RequestOutput:
-        """Answer one conversation through the checkpoint's chat template."""
-        return self.generate({"messages": messages}, sampling_params)[0]
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several, through the checkpoint's chat template; one output a conversation."""
+        one = not isinstance(messages, Sequence) or not messages or isinstance(messages[0], Mapping)
+        conversations = [messages] if one else messages
+        return self.generate([{"messages": conversation} for conversation in conversations], sampling_params)
 
     def stream(
         self,

@@ -76,6 +76,7 @@ def test_json_lines_in_and_out(folder: Path, tmp_path: Path) -> None:
         ('{"prompt": "a", "top_p": 7}', "prompt 0: top_p is 7"),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "'x', which is not a token id"),
         ('{"prompt": "a", "outputs": 1}', "outputs, which the answer needs"),
+        ('{"prompt": "a", "max_token": 1}', "is 'max_tokens' meant?"),
         ('{"prompt": "a\\ud800"}', "surrogate pair"),
         ("[" * 100_000, "is not JSON"),
         ('{"prompt_token_ids": [' + "9" * 5000 + "]}", "is not JSON"),

@@ -61,9 +61,11 @@ def test_it_answers_held_out_questions(llm: LLM, kind: Kind, length: int, chat: 
 def test_chat_messages_go_through_the_template(llm: LLM) -> None:
     item = items(llm, "retrieval", 512, 1, chat=True)[0]
     user = item.prompt.removeprefix("<|user|>\n").removesuffix("<|assistant|>")
-    output = llm.chat([{"role": "user", "content": user}], SamplingParams(temperature=0, max_tokens=40))
-    assert output.prompt == item.prompt
-    assert output.outputs[0].text.strip() == item.answer_text.strip()
+    conversation = [{"role": "user", "content": user}]
+    greedy = SamplingParams(temperature=0, max_tokens=40)
+    for output in [*llm.chat(conversation, greedy), *llm.chat([conversation, conversation], greedy)]:
+        assert output.prompt == item.prompt
+        assert output.outputs[0].text.strip() == item.answer_text.strip()
 
 
 def oracle_scores(indexer: torch.nn.Module, hidden: torch.Tensor, q_resid: torch.Tensor) -> torch.Tensor:
