@@ -13,7 +13,7 @@ import torch
 
 SMALL_STEP = 2**26
 """Tokens times bytes of weights up to which a step runs on one thread. Measured with the bundled model (21 MB) on two
-idle cores: one thread is 8 % faster at 1 token, 10 % slower at 8, and 30 % slower at a chunk of 1,024."""
+idle cores: one thread is 8 % faster at 1 token, 10 % slower at 8, and 50 % slower at a chunk of 1,024."""
 
 
 @contextmanager
