@@ -1,4 +1,4 @@
-"""Groups of decode segments that run as one padded batch.
+"""Groups of decode segments that run as one padded batch, and how much memory such a batch may take.
 
 Operators that treat decodes as batches and prefills one by one (the indexer, dense MLA) plan their work here from
 host integers, so that nothing is read back from a device.
@@ -8,14 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from sidestream.core.segment import Segment
 
 SCRATCH_BYTES = 4 << 20
-"""Default bound on the temporaries of one inner step. Much larger ones are slower on a CPU, since they leave the
-caches between two passes; a caller with a device that hides that passes its own figure."""
+"""Bound on the temporaries of one inner step on a CPU. Much larger ones are slower, since they leave the caches
+between two passes."""
+DEVICE_SCRATCH_BYTES = 256 << 20
+"""The same elsewhere: launches are the cost there, so usual sizes shall need one inner step."""
 
 _WASTE_BYTES = 512 << 10
 """Padding that costs about as much as the calls of one more group."""
+
+
+def scratch_of(tensor: torch.Tensor, scratch_bytes: int | None) -> int:
+    """The bound that the caller gave, or the one of the tensor's device."""
+    if scratch_bytes is not None:
+        return scratch_bytes
+    return SCRATCH_BYTES if tensor.is_cpu else DEVICE_SCRATCH_BYTES
 
 
 def decode_length(segments: Sequence[Segment], num_decode: int) -> int:

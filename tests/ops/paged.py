@@ -73,3 +73,21 @@ def make_paged(spans: Sequence[tuple[int, int]], *, block_size: int, spare_block
         positions=torch.cat([torch.arange(start, start + length) for start, length in spans]),
         token_rows=torch.cat([torch.full((length,), row) for row, (_, length) in enumerate(spans)]),
     )
+
+
+@dataclass(frozen=True)
+class PagedDecode:
+    """A uniform decode: row r sees ``context_lens[r]`` tokens of a sequence of its own; 0 is a padding row."""
+
+    paged: Paged
+    context_lens: torch.Tensor
+    block_table: torch.Tensor
+
+
+def make_paged_decode(lengths: Sequence[int], *, block_size: int, spare_columns: int = 0) -> PagedDecode:
+    """Lay out contexts on pages in random order; padding rows and unused entries name the scratch block 0."""
+    paged = make_paged([(length - 1, 1) for length in lengths if length], block_size=block_size)
+    table = torch.zeros(len(lengths), paged.block_table.shape[1] + spare_columns, dtype=torch.int64)
+    true = [row for row, length in enumerate(lengths) if length]
+    table[true, : paged.block_table.shape[1]] = paged.block_table
+    return PagedDecode(paged, torch.tensor(lengths), table)

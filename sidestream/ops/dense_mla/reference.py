@@ -44,3 +44,33 @@ def dense_mla(
             )
             out[t], lse[t] = one_out[0], one_lse[0]
     return out, lse
+
+
+def dense_mla_decode(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    *,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_size: int,
+    scale: float,
+    layout: KVRowLayout,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``dense_mla`` of the last token of every context; 0 and -inf for a row without one."""
+    out = torch.zeros(q.shape[0], q.shape[1], layout.latent_dim)
+    lse = torch.full(q.shape[:2], -math.inf)
+    lengths: list[int] = context_lens.tolist()
+    for t, length in enumerate(lengths):
+        if length:
+            one_out, one_lse = dense_mla(
+                q[t : t + 1],
+                pool,
+                block_table=block_table[t : t + 1],
+                segments=[Segment(0, 1, 0, length - 1)],
+                num_decode=1,
+                block_size=block_size,
+                scale=scale,
+                layout=layout,
+            )
+            out[t], lse[t] = one_out[0], one_lse[0]
+    return out, lse

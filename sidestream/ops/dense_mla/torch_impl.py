@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from sidestream.core.segment import Segment
-from sidestream.ops.decode_groups import SCRATCH_BYTES, decode_length, group_decodes
+from sidestream.ops.decode_groups import decode_length, group_decodes, scratch_of
 from sidestream.ops.kv_rows.layout import KVRowLayout, unpack_rows
 
 
@@ -22,7 +22,7 @@ def dense_mla(
     block_size: int,
     scale: float,
     layout: KVRowLayout,
-    scratch_bytes: int = SCRATCH_BYTES,
+    scratch_bytes: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from each token to every row of its sequence up to its own.
 
@@ -35,13 +35,15 @@ def dense_mla(
         segments: sequences in flat token order; the first ``num_decode`` have one length and consecutive rows of the
             block table.
         scale: of the softmax, which is fp32.
-        scratch_bytes: bound on the scores of one inner step. The gathered rows of one context come on top.
+        scratch_bytes: bound on the scores of one inner step, None for the device's usual one. The gathered rows of one
+            context come on top.
     Returns:
         out [T, H, r] of q's dtype and lse [T, H] fp32 (natural logarithm); 0 and -inf behind the segments' tokens.
     """
     tokens, heads, dim = q.shape
     latent = layout.latent_dim
     assert dim == latent + layout.rope_dim, f"queries of {dim}, rows of {latent} + {layout.rope_dim}"
+    scratch = scratch_of(q, scratch_bytes)
     pages = pool.view(-1, block_size, layout.row_elems)
     length = decode_length(segments, num_decode)
     out = q.new_zeros(tokens, heads, latent)
@@ -58,7 +60,7 @@ def dense_mla(
         start, end = segment.start_position, segment.end_position
         table = block_table[segment.sequence_row, None, : -(-end // block_size)]
         kv = _gather(pages, table, layout)[0, :end]
-        run = max(1, scratch_bytes // (8 * heads * end))
+        run = max(1, scratch // (8 * heads * end))
         for first in range(0, segment.length, run):
             last = min(first + run, segment.length)
             span = slice(segment.token_start + first, segment.token_start + last)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from sidestream.ops.constants import constant
 from sidestream.ops.norm.torch_impl import inverse_rms, rms_norm
 
 NUMPY_MAX_TOKENS = 128
@@ -61,7 +62,7 @@ def hyper_connection_pre(
     comb = torch.softmax(logits.view(T, 2 + S, S), dim=2)[:, 2:]
     small = comb.device.type == "cpu" and T <= NUMPY_MAX_TOKENS
     mix = _sinkhorn_numpy(comb, eps, iters) if small else _sinkhorn_torch(comb, eps, iters)
-    signs = _signs(eps, comb.device)
+    signs = _signs(comb, eps)
     pre = torch.addcmul(signs[1], gates[:, :S].unsqueeze(1), signs[0])
     collapsed = torch.bmm(pre, wide)  # x and -x
     post = gates[:, S : 2 * S].unsqueeze(2)
@@ -117,7 +118,7 @@ def _sinkhorn_numpy(comb: torch.Tensor, eps: float, iters: int) -> torch.Tensor:
 def _sinkhorn_torch(comb: torch.Tensor, eps: float, iters: int) -> torch.Tensor:
     """As ``_sinkhorn_numpy``; a sum is computed once a row or column, and divides by broadcasting."""
     T, S, _ = comb.shape
-    columns, rows = _sums_torch(S, eps, comb.device)
+    columns, rows = _sums_torch(comb, S, eps)
     entries = torch.empty(S * S + 1, T, dtype=torch.float32, device=comb.device)
     entries[-1] = 1.0
     matrix = entries[:-1].view(S, S, T)
@@ -134,12 +135,12 @@ def _sinkhorn_torch(comb: torch.Tensor, eps: float, iters: int) -> torch.Tensor:
     return matrix.permute(2, 1, 0).contiguous()
 
 
-@lru_cache(maxsize=8)
-def _signs(eps: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+@constant
+def _signs(device: torch.device, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """[2, 1] factors 1 and -1, and what is added to them: ``eps`` and ``-eps``."""
-    with torch.inference_mode(False):
-        signs = torch.tensor([[1.0], [-1.0]], device=device)
-        return signs, eps * signs
+    signs = torch.ones(2, 1, device=device)
+    signs[1].neg_()
+    return signs, eps * signs
 
 
 @lru_cache(maxsize=8)
@@ -151,9 +152,11 @@ def _sums_numpy(S: int, eps: float) -> tuple[npt.NDArray[np.float32], npt.NDArra
     return np.hstack([same_column, last]), np.hstack([same_row, last])
 
 
-@lru_cache(maxsize=8)
-def _sums_torch(S: int, eps: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """[S, S * S + 1] constants: one row for each column sum, or row sum."""
-    columns, rows = _sums_numpy(S, eps)
-    with torch.inference_mode(False):
-        return torch.from_numpy(columns[:S].copy()).to(device), torch.from_numpy(rows[::S].copy()).to(device)
+@constant
+def _sums_torch(device: torch.device, S: int, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """[S, S * S + 1] constants that sum the entries (i, j) of each column j, or each row i, and add ``eps``."""
+    columns, rows = torch.zeros(2, S, S * S + 1, device=device).unbind(0)
+    for sums, summed in ((columns, 2), (rows, 1)):
+        sums[:, -1].fill_(eps)
+        sums[:, :-1].view(S, S, S).diagonal(dim1=0, dim2=summed).fill_(1.0)
+    return columns, rows

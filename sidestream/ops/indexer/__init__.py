@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from sidestream.core.segment import Segment
-from sidestream.ops.indexer import keys, torch_impl
+from sidestream.ops.indexer import decode, keys, torch_impl
 from sidestream.ops.operator import operator
 
-__all__ = ["Segment", "index_scores", "pool_keys", "select_topk", "write_keys"]
+__all__ = ["Segment", "index_scores", "pool_keys", "select_topk", "select_topk_decode", "write_keys"]
 
 write_keys = operator("indexer.write_keys", reads=("rows", "k"), writes=("keys_flat",), rows={"keys_flat": "rows"})(
     keys.write_keys
@@ -21,3 +21,9 @@ select_topk = operator(
     writes=("out",),
     rows={"keys": "block_table"},
 )(torch_impl.select_topk)
+select_topk_decode = operator(
+    "indexer.select_topk_decode",
+    reads=("q", "weights", "keys", "block_table", "context_lens"),
+    writes=("out",),
+    rows={"keys": "block_table"},
+)(decode.select_topk_decode)

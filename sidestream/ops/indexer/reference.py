@@ -59,3 +59,36 @@ def select_topk(
                 chosen = [e * kpool + i for e in best if e >= 0 for i in range(kpool)]
             chosen += range(visible * kpool, position + 1)
             out[t, : len(chosen)] = torch.tensor(chosen, dtype=out.dtype)
+
+
+def select_topk_decode(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    *,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    topk: int,
+    kpool: int,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """``select_topk`` of the last token of every context; nothing for a row without one."""
+    lengths: list[int] = context_lens.tolist()
+    for t, length in enumerate(lengths):
+        one, row = slice(t, t + 1), out[t : t + 1]
+        row.fill_(-1)
+        if length:
+            select_topk(
+                q[one],
+                weights[one],
+                keys,
+                block_table=block_table[one],
+                positions=torch.tensor([length - 1]),
+                segments=[Segment(0, 1, 0, length - 1)],
+                num_decode=1,
+                topk=topk,
+                kpool=kpool,
+                scale=scale,
+                out=row,
+            )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sidestream.core.segment import Segment
-from sidestream.ops.decode_groups import SCRATCH_BYTES, decode_length, group_decodes
+from sidestream.ops.decode_groups import decode_length, group_decodes, scratch_of
 from sidestream.ops.topk import pick_ascending
 
 NUMPY_TOKENS = 32
@@ -54,7 +54,7 @@ def select_topk(
     kpool: int,
     scale: float,
     out: torch.Tensor,
-    scratch_bytes: int = SCRATCH_BYTES,
+    scratch_bytes: int | None = None,
 ) -> None:
     """Select the token positions that each token attends to.
 
@@ -74,13 +74,14 @@ def select_topk(
         scale: of the products, positive; it changes no order, so this implementation leaves it out.
         out: [rows, topk + kpool - 1] int32, any strides, all written: ascending positions, then -1; rows behind the
             last segment's tokens are -1.
-        scratch_bytes: bound on the temporaries of one inner step. The gathered keys of a prefill's whole context come
-            on top.
+        scratch_bytes: bound on the temporaries of one inner step, None for the device's usual one. The gathered keys of
+            a prefill's whole context come on top.
     """
     assert topk % kpool == 0, f"top-k of {topk} tokens is no whole number of pools of {kpool}"
     assert scale > 0, f"scale {scale} would change the order of scores"
     assert out.shape[1] == topk + kpool - 1, f"top-k rows of {out.shape[1]}, need {topk + kpool - 1}"
-    select = _Selection(q, weights, keys, block_table, positions, topk // kpool, kpool, out, scratch_bytes)
+    scratch = scratch_of(q, scratch_bytes)
+    select = _Selection(q, weights, keys, block_table, positions, topk // kpool, kpool, out, scratch)
     length = decode_length(segments, num_decode)
     visible = [segment.end_position // kpool for segment in segments[:num_decode]]
     heads, dim = q.shape[1], q.shape[2]
@@ -98,6 +99,32 @@ def select_topk(
     done = segments[-1].token_start + segments[-1].length if segments else 0
     if done < out.shape[0]:
         out[done:].fill_(-1)
+
+
+def write_everything(position: torch.Tensor, *, out: torch.Tensor) -> None:
+    """Fill rows of ``out`` [T, W] with all positions up to ``position`` [T, 1], -1 behind; none where that is -1."""
+    place = torch.arange(out.shape[1], device=out.device)
+    out.copy_(torch.where(place <= position, place, -1))
+
+
+def write_positions(
+    picked: torch.Tensor, visible: torch.Tensor, position: torch.Tensor, *, kpool: int, out: torch.Tensor
+) -> None:
+    """Fill rows of ``out`` [T, W] with the tokens of picked entries, then those of the unfinished pool, -1 behind.
+
+    Args:
+        picked: [T, picks] int64 entries, ascending, changed; those that are not visible come last.
+        visible: [T, 1] entries that the row sees.
+        position: [T, 1] of the row's own token, the last to be written.
+    """
+    if kpool > 1:
+        # A row with fewer visible entries than picks goes on with the next numbers, so that what it picked is all
+        # its positions and more. The unfinished pool is the entry behind the last visible one.
+        unfinished = visible.clamp_min(picked.shape[1])
+        place = torch.arange(kpool, device=picked.device)
+        picked = torch.cat([picked, unfinished], dim=1)
+        picked = torch.add(place, picked[:, :, None], alpha=kpool).flatten(1)[:, : out.shape[1]]
+    out.copy_(picked.masked_fill_(picked > position, -1))
 
 
 class _Selection:
@@ -127,9 +154,7 @@ class _Selection:
 
     def everything(self, rows: slice) -> None:
         """Tokens that see at most ``picks`` entries take every position up to their own."""
-        out, position = self.out[rows], self.positions[rows, None]
-        place = torch.arange(out.shape[1], device=out.device)
-        out.copy_(torch.where(place <= position, place, -1))
+        write_everything(self.positions[rows, None], out=self.out[rows])
 
     def decodes(self, rows: slice, table: torch.Tensor, *, entries: int, sure: int, entry_bytes: int) -> None:
         """Tokens of ``table.shape[0]`` sequences, an equal number each, that see ``sure`` to ``entries`` entries."""
@@ -182,15 +207,7 @@ class _Selection:
         if sure < scores.shape[1]:
             entry = torch.arange(sure, scores.shape[1], device=scores.device)
             scores[:, sure:].masked_fill_(entry >= visible, math.nan)
-        picked = pick_ascending(scores, self.picks)
-        if kpool > 1:
-            # A row with fewer visible entries than picks goes on with the next numbers, so that what it picked is
-            # all its positions and more. The unfinished pool is the entry behind the last visible one.
-            unfinished = visible if sure >= self.picks else visible.clamp_min(self.picks)
-            place = torch.arange(kpool, device=picked.device)
-            picked = torch.cat([picked, unfinished], dim=1)
-            picked = torch.add(place, picked[:, :, None], alpha=kpool).flatten(1)[:, : out.shape[1]]
-        out.copy_(picked.masked_fill_(picked > position, -1))
+        write_positions(pick_ascending(scores, self.picks), visible, position, kpool=kpool, out=out)
 
     def _take_numpy(self, rows: slice, scores: torch.Tensor, sure: int) -> None:
         """``_take`` for few tokens: numpy's calls cost a third of torch's."""

@@ -1,6 +1,6 @@
 """Mixture of experts: the router's choice, the chosen experts' sum, and the clamped SwiGLU between their products."""
 
-from sidestream.ops.moe import torch_impl
+from sidestream.ops.moe import device_impl, torch_impl
 from sidestream.ops.operator import operator
 
 __all__ = ["experts", "route", "swiglu"]
@@ -10,4 +10,6 @@ experts = operator(
     "moe.experts",
     reads=("x", "w13", "w2", "weights", "ids"),
 )(torch_impl.experts)
+experts.register("cuda")(device_impl.grouped_where_possible)
+experts.register("sim")(device_impl.expert_by_expert)
 swiglu = operator("moe.swiglu", reads=("gate_up",))(torch_impl.swiglu)

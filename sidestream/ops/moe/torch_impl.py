@@ -10,16 +10,17 @@ nothing in a product of two rows. (One product with the experts' rows stacked, i
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 import torch
 import torch.nn.functional as F
+
+from sidestream.ops.constants import constant
 
 FEW_ROWS = 64
 """Pairs of token and expert up to which the host groups them."""
 DENSE_PAIRS = (1, 4)
 """Pairs an expert, from and to, between which every token goes through every expert."""
+_grouped_mm = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
 
 
 def route(
@@ -133,7 +134,7 @@ def experts(
         chosen, shared = _few_experts(x, w13, w2, ids, num_experts, swiglu_limit)
     else:
         own13, own2 = w13[:num_experts], w2[:num_experts]
-        chosen = (_grouped_experts if _fits_grouped_mm(w13) else _all_experts)(x, own13, own2, ids, swiglu_limit)
+        chosen = (grouped_experts if fits_grouped_mm(w13) else _all_experts)(x, own13, own2, ids, swiglu_limit)
         shared = _sum_of_all(x, w13[num_experts:], w2[num_experts:], swiglu_limit)
     summed = torch.baddbmm(shared.float().unsqueeze(1), weights.unsqueeze(1), chosen.float())
     return summed.squeeze(1).to(x.dtype)
@@ -206,16 +207,16 @@ def _few_experts(
     return chosen.view(T, top_k, -1), common
 
 
-def _grouped_experts(
+def grouped_experts(
     x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, ids: torch.Tensor, swiglu_limit: float | None
 ) -> torch.Tensor:
     """Chosen [T, top_k, H] by ``grouped_mm``."""
     T, top_k = ids.shape
     expert, order = torch.sort(ids.reshape(-1), stable=True)
-    ends = torch.searchsorted(expert, _expert_bounds(w13.shape[0], ids.device), out_int32=True)
+    ends = torch.searchsorted(expert, _expert_bounds(ids, w13.shape[0]), out_int32=True)
     rows = x.index_select(0, order // top_k)
-    hidden = swiglu(F.grouped_mm(rows, w13.transpose(1, 2), offs=ends), limit=swiglu_limit)
-    by_expert = F.grouped_mm(hidden, w2.transpose(1, 2), offs=ends)
+    hidden = swiglu(_grouped_mm(rows, w13.transpose(1, 2), offs=ends), limit=swiglu_limit)
+    by_expert = _grouped_mm(hidden, w2.transpose(1, 2), offs=ends)
     return torch.empty_like(by_expert).index_copy_(0, order, by_expert).view(T, top_k, x.shape[1])
 
 
@@ -228,18 +229,17 @@ def _all_experts(
     return out.transpose(0, 1).gather(1, ids.unsqueeze(2).expand(-1, -1, out.shape[2]))
 
 
-def _fits_grouped_mm(w13: torch.Tensor) -> bool:
+def fits_grouped_mm(w13: torch.Tensor) -> bool:
     """``grouped_mm`` wants every row of a matrix 16 bytes aligned and, but for CPUs, bf16."""
     _, width, hidden = w13.shape
     aligned = all(size * w13.element_size() % 16 == 0 for size in (hidden, width // 2))
     return aligned and (w13.device.type == "cpu" or w13.dtype == torch.bfloat16)
 
 
-@lru_cache(maxsize=8)
-def _expert_bounds(num_experts: int, device: torch.device) -> torch.Tensor:
+@constant
+def _expert_bounds(device: torch.device, num_experts: int) -> torch.Tensor:
     """[E] int64: 1 .. E. The rows of expert e end where the first id of e + 1 or more would stand."""
-    with torch.inference_mode(False):
-        return torch.arange(1, num_experts + 1, device=device)
+    return torch.arange(1, num_experts + 1, device=device)
 
 
 def swiglu(gate_up: torch.Tensor, *, limit: float | None) -> torch.Tensor:
@@ -254,17 +254,16 @@ def swiglu(gate_up: torch.Tensor, *, limit: float | None) -> torch.Tensor:
     if limit is None:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
-    low, high = _swiglu_bounds(gate_up.shape[-1], limit, gate_up.dtype, gate_up.device)
+    low, high = _swiglu_bounds(gate_up, gate_up.shape[-1], limit, gate_up.dtype)
     gate, up = torch.clamp(gate_up, min=low, max=high).chunk(2, dim=-1)
     return F.silu(gate, inplace=True).mul_(up)
 
 
-@lru_cache(maxsize=8)
+@constant
 def _swiglu_bounds(
-    width: int, limit: float, dtype: torch.dtype, device: torch.device
+    device: torch.device, width: int, limit: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Lower bounds [width]: none for the gate half, ``-limit`` for the up half; upper bounds [width]."""
-    with torch.inference_mode(False):
-        low = torch.full((width,), -limit, dtype=dtype, device=device)
-        low[: width // 2] = float("-inf")
-        return low, torch.full((width,), limit, dtype=dtype, device=device)
+    low = torch.full((width,), -limit, dtype=dtype, device=device)
+    low[: width // 2].fill_(float("-inf"))
+    return low, torch.full((width,), limit, dtype=dtype, device=device)

@@ -6,10 +6,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
+
+from sidestream.ops.constants import constant
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -61,17 +61,16 @@ def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     A vector norm is one fused pass; a square and a mean would be two passes and twice the cost.
     """
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.addcmul(scalar(eps, x.device), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+    return torch.addcmul(scalar(x, eps), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
 
 
 def inverse_l2(x: torch.Tensor, eps: float) -> torch.Tensor:
     """``1 / sqrt(sum(x ** 2) + eps)`` over the last dimension of fp32 ``x`` [.., D] -> [.., 1]."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.addcmul(scalar(eps, x.device), norm, norm).rsqrt_()
+    return torch.addcmul(scalar(x, eps), norm, norm).rsqrt_()
 
 
-@lru_cache(maxsize=64)
-def scalar(value: float, device: torch.device) -> torch.Tensor:
-    """A constant as an fp32 tensor without dimensions, made once: fused calls such as ``addcmul`` want a tensor."""
-    with torch.inference_mode(False):
-        return torch.tensor(value, dtype=torch.float32, device=device)
+@constant
+def scalar(device: torch.device, value: float) -> torch.Tensor:
+    """A constant as an fp32 tensor without dimensions: fused calls such as ``addcmul`` want a tensor."""
+    return torch.full((), value, dtype=torch.float32, device=device)

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from sidestream.ops.decode_groups import SCRATCH_BYTES
+from sidestream.ops.decode_groups import scratch_of
 from sidestream.ops.kv_rows.layout import KVRowLayout, unpack_rows
 
 
@@ -19,7 +19,7 @@ def sparse_mla(
     scale: float,
     layout: KVRowLayout,
     with_lse: bool = True,
-    scratch_bytes: int = SCRATCH_BYTES,
+    scratch_bytes: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend from each token to its own rows: keys are whole rows, values their latents (one for all heads).
 
@@ -31,7 +31,7 @@ def sparse_mla(
             entries; this one goes by the -1.
         scale: of the softmax, which is fp32.
         with_lse: False spares what nobody will merge with another part's result.
-        scratch_bytes: bound on the temporaries of one inner step, met by splitting T.
+        scratch_bytes: bound on the temporaries of one inner step, met by splitting T; None is the device's usual one.
     Returns:
         out [T, H, r] of q's dtype and lse [T, H] fp32 (natural logarithm); 0 and -inf for a token without
         rows. None in place of an lse not wanted.
@@ -41,7 +41,7 @@ def sparse_mla(
     assert counts.shape == (tokens,), f"counts of {tuple(counts.shape)} for {tokens} tokens"
     assert dim == latent + layout.rope_dim, f"queries of {dim}, rows of {latent} + {layout.rope_dim}"
     per_token = 4 * width * (dim + 2 * heads) + (width * layout.row_bytes if layout.dtype != torch.float32 else 0)
-    run = max(1, scratch_bytes // per_token)
+    run = max(1, scratch_of(q, scratch_bytes) // per_token)
     if tokens <= run:
         return _attend(q, pool, rows, scale=scale, layout=layout, with_lse=with_lse)
     out = q.new_empty(tokens, heads, latent)
