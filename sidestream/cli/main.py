@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from sidestream import __version__
+from sidestream.cli.doctor import doctor
 from sidestream.cli.generate import generate
 from sidestream.errors import SidestreamError
 
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(generate)
+app.command()(doctor)
 
 
 def _version(value: bool) -> None:
