@@ -5,7 +5,8 @@
     ├── CheckpointError      (ValueError)   files of a checkpoint are missing, broken or do not fit the config
     ├── RequestError         (ValueError)   one request asks for something impossible; nothing else changes
     ├── CapacityError        (MemoryError)  memory or a pool is too small for what was asked
-    └── HandoffError         (RuntimeError) one stream waits for another without its counterpart, or in the wrong step
+    ├── HandoffError         (RuntimeError) one stream waits for another without its counterpart, or in the wrong step
+    └── GraphError           (RuntimeError) a captured graph is replayed with what it was not captured for
 
 A message states the value, the limit, where the limit comes from, and the knob that moves it. What only a bug in
 Sidestream can cause is an ``assert``, not one of these.
@@ -34,3 +35,7 @@ class CapacityError(SidestreamError, MemoryError):
 
 class HandoffError(SidestreamError, RuntimeError):
     """A wait without its publish, or a publish without its wait's terms; the message names both sides."""
+
+
+class GraphError(SidestreamError, RuntimeError):
+    """A captured graph would read or write memory that this step does not use."""

@@ -1,7 +1,9 @@
 """Index groups: a leader's top-k and the followers that reuse it, turned into physical rows once a step.
 
-The leader's indexer writes ``logical_topk_indices`` (token positions of its own sequence) and publishes them; the
-first layer of the group that attends resolves them to physical rows of the KV pools, and the others find them done.
+The leader's indexer writes ``logical_topk_indices`` (token positions of its own sequence) on the compute stream and
+publishes them. The first layer of the group that attends has them resolved to physical rows of the KV pools on the
+side stream, which waits for the publish alone and so runs beside whatever the compute stream was given behind it; the
+followers find the rows done. Two handoffs a group hold the order, the same in every capture mode.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 from sidestream.core.step_inputs import StepInputs
 from sidestream.errors import ConfigError
 from sidestream.ops.index_map import logical_to_physical
+from sidestream.streams import Handoff, Stream, Streams
 
 
 class TopKResolver(Protocol):
@@ -22,7 +25,11 @@ class TopKResolver(Protocol):
     def resolve(
         self, logical: torch.Tensor, inputs: StepInputs, *, physical: torch.Tensor, counts: torch.Tensor
     ) -> None:
-        """Fill ``physical`` [T, W] int64 (-1 = none, valid prefix) and ``counts`` [T] int32 from ``logical`` [T, W]."""
+        """Fill ``physical`` [T, W] int64 (-1 = none, valid prefix) and ``counts`` [T] int32 from ``logical`` [T, W].
+
+        Work goes to the current stream: the group's side stream, or the compute stream of an inline step. What it
+        reads was issued before the leader's publish, or lives as long as the engine.
+        """
         ...
 
 
@@ -45,56 +52,102 @@ class BlockTableResolver:
 class SparseMLAIndexGroup:
     """One leader, its followers, and the group's own buffers.
 
+    The buffers are rewritten in every step. Nothing more than the two handoffs is needed for that: the compute stream
+    has waited for the conversion before the group's layers attend, and the next step's indexer comes behind them.
+
     Args:
         layers: the leader first, then its followers.
+        streams: of the device.
+        side: the stream that resolves.
         width: entries of a top-k row.
-        decode_rows: rows of the persistent buffers; a step with more tokens gets buffers of its own.
+        decode_rows: rows of the persistent buffers. A step with more rows gets buffers of its own and resolves inline,
+            on the compute stream: a prefill hides nothing by a second stream.
+    Attributes:
+        logical_topk_ready: published by the leader's indexer, awaited by the conversion.
+        physical_topk_ready: published by the conversion, awaited by the first layer that attends.
     """
 
     def __init__(
-        self, layers: Sequence[int], *, width: int, decode_rows: int, resolver: TopKResolver, device: torch.device
+        self,
+        layers: Sequence[int],
+        *,
+        streams: Streams,
+        side: Stream,
+        width: int,
+        decode_rows: int,
+        resolver: TopKResolver,
     ) -> None:
         self.layers = tuple(layers)
+        leader, conversion = self.layers[0], f"conversion for layers {self.layers}"
+        self.logical_topk_ready = Handoff(
+            streams,
+            f"logical_topk_ready of layer {leader}",
+            producer=f"indexer of layer {leader}",
+            consumers=(conversion,),
+        )
+        self.physical_topk_ready = Handoff(
+            streams,
+            f"physical_topk_ready of layer {leader}",
+            producer=conversion,
+            consumers=(f"attention of layers {self.layers}",),
+        )
+        self._streams = streams
+        self._side = side
         self._width = width
         self._resolver = resolver
-        self._device = device
         self._decode_buffers = self._buffers(decode_rows)
         self._step = self._decode_buffers
-        self._tokens = 0
-        self._ready = False
+        self._rows = 0
         self._resolved = False
 
     def _buffers(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        shape = (rows, self._width)
+        shape, device = (rows, self._width), self._streams.backend.device
         return (
-            torch.full(shape, -1, dtype=torch.int32, device=self._device),
-            torch.full(shape, -1, dtype=torch.int64, device=self._device),
-            torch.zeros(rows, dtype=torch.int32, device=self._device),
+            torch.full(shape, -1, dtype=torch.int32, device=device),
+            torch.full(shape, -1, dtype=torch.int64, device=device),
+            torch.zeros(rows, dtype=torch.int32, device=device),
         )
 
-    def begin_step(self, tokens: int) -> None:
-        """Forget the last step's selection."""
-        fits = tokens <= self._decode_buffers[0].shape[0]
-        self._step = self._decode_buffers if fits else self._buffers(tokens)
-        self._tokens = tokens
-        self._ready = self._resolved = False
+    @property
+    def inline(self) -> bool:
+        """Whether this step has more rows than the persistent buffers."""
+        return self._step is not self._decode_buffers
+
+    def begin_step(self, rows: int) -> None:
+        """Forget the last step's selection; on the stream that will compute."""
+        fits = rows <= self._decode_buffers[0].shape[0]
+        self._step = self._decode_buffers if fits else self._buffers(rows)
+        self._rows = rows
+        self._resolved = False
 
     @property
     def logical_topk_indices(self) -> torch.Tensor:
-        """[T, W] int32 for this step's tokens."""
-        return self._step[0][: self._tokens]
+        """[rows, W] int32 for this step's tokens."""
+        return self._step[0][: self._rows]
 
     def set_logical_topk_ready(self) -> None:
-        """The leader has issued everything that fills ``logical_topk_indices``."""
-        assert not self._ready, f"layer {self.layers[0]} published its top-k twice in one step"
-        self._ready = True
+        """The leader has issued everything that fills ``logical_topk_indices``, on the current stream."""
+        self.logical_topk_ready.publish()
 
     def convert_logical_to_physical_topk(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Physical rows [T, W] int64 and counts [T] int32, resolved by the first caller of a step."""
-        logical, physical, counts = (buffer[: self._tokens] for buffer in self._step)
+        """Physical rows [rows, W] int64 and counts [rows] int32, for use on the current stream.
+
+        The first caller of a step has them resolved; those behind it, on the same stream, find the work done.
+
+        Raises:
+            HandoffError: the leader has not published in this step.
+        """
+        logical, physical, counts = (buffer[: self._rows] for buffer in self._step)
         if not self._resolved:
-            assert self._ready, f"layers {self.layers} attend before layer {self.layers[0]} published its top-k"
-            self._resolver.resolve(logical, inputs, physical=physical, counts=counts)
+            if self.inline:
+                self.logical_topk_ready.require_published()
+                self._resolver.resolve(logical, inputs, physical=physical, counts=counts)
+            else:
+                with self._streams.backend.use(self._side):
+                    self.logical_topk_ready.wait()
+                    self._resolver.resolve(logical, inputs, physical=physical, counts=counts)
+                    self.physical_topk_ready.publish()
+                self.physical_topk_ready.wait()
             self._resolved = True
         return physical, counts
 
@@ -115,9 +168,13 @@ class SparseMLAIndexGroupBuilder:
             raise ConfigError(f"layer {layer} shares a top-k, but no layer before it produces one")
 
     def build(
-        self, *, width: int, decode_rows: int, resolver: TopKResolver, device: torch.device
+        self, *, streams: Streams, width: int, decode_rows: int, resolver: TopKResolver
     ) -> tuple[SparseMLAIndexGroup, ...]:
+        """The groups, on one side stream: their conversions follow each other as their leaders do."""
+        side = streams.new_stream("index groups")
         return tuple(
-            SparseMLAIndexGroup(layers, width=width, decode_rows=decode_rows, resolver=resolver, device=device)
+            SparseMLAIndexGroup(
+                layers, streams=streams, side=side, width=width, decode_rows=decode_rows, resolver=resolver
+            )
             for layers in self._groups
         )

@@ -8,7 +8,9 @@ import torch
 
 from sidestream.attention.index_group import SparseMLAIndexGroup
 from sidestream.core.forward_context import get_forward_context
-from sidestream.ops.dense_mla import dense_mla
+from sidestream.core.padding import pad_rows, true_rows
+from sidestream.core.step_inputs import StepInputs
+from sidestream.ops.dense_mla import dense_mla, dense_mla_decode
 from sidestream.ops.kv_rows import KVRowLayout, write_rows
 from sidestream.ops.sparse_mla import sparse_mla
 
@@ -28,10 +30,14 @@ class PagedLatentAttention:
         self._groups = tuple(groups)
         self._group_of = {layer: group for group in groups for layer in group.layers}
 
-    def begin_step(self, tokens: int) -> None:
-        """Forget the last step's selections."""
+    @property
+    def groups(self) -> tuple[SparseMLAIndexGroup, ...]:
+        return self._groups
+
+    def begin_step(self, rows: int) -> None:
+        """Forget the last step's selections; ``rows``: ``StepInputs.mixer_rows`` of this one."""
         for group in self._groups:
-            group.begin_step(tokens)
+            group.begin_step(rows)
 
     def logical_topk_indices(self, layer: int) -> torch.Tensor:
         return self._leader(layer).logical_topk_indices
@@ -45,22 +51,44 @@ class PagedLatentAttention:
         context = get_forward_context()
         inputs, pool = context.inputs, context.caches[layer].kv
         assert pool is not None, f"layer {layer} has no KV rows"
-        write_rows(pool, inputs.slot_mapping[: inputs.num_tokens], latent, rope=rope_key, layout=self._layout)
+        given, rows = query.shape[0], inputs.mixer_rows
+        query, latent = true_rows(query, rows), true_rows(latent, rows)
+        rope_key = None if rope_key is None else true_rows(rope_key, rows)
+        write_rows(pool, inputs.slot_mapping[:rows], latent, rope=rope_key, layout=self._layout)
         group = self._group_of.get(layer)
-        if group is None:
-            out, _ = dense_mla(
+        out = self._dense(query, pool, inputs) if group is None else self._sparse(group, query, pool, inputs)
+        return pad_rows(out, given)
+
+    def _sparse(
+        self, group: SparseMLAIndexGroup, query: torch.Tensor, pool: torch.Tensor, inputs: StepInputs
+    ) -> torch.Tensor:
+        rows, counts = group.convert_logical_to_physical_topk(inputs)
+        out, _ = sparse_mla(query, pool, rows, counts=counts, scale=self._scale, layout=self._layout, with_lse=False)
+        return out
+
+    def _dense(self, query: torch.Tensor, pool: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        if inputs.uniform:
+            assert inputs.context_lens is not None
+            out, _ = dense_mla_decode(
                 query,
                 pool,
                 block_table=inputs.block_table,
-                segments=inputs.segments,
-                num_decode=inputs.num_decode,
+                context_lens=inputs.context_lens,
                 block_size=inputs.block_size,
                 scale=self._scale,
                 layout=self._layout,
             )
             return out
-        rows, counts = group.convert_logical_to_physical_topk(inputs)
-        out, _ = sparse_mla(query, pool, rows, counts=counts, scale=self._scale, layout=self._layout, with_lse=False)
+        out, _ = dense_mla(
+            query,
+            pool,
+            block_table=inputs.block_table,
+            segments=inputs.segments,
+            num_decode=inputs.num_decode,
+            block_size=inputs.block_size,
+            scale=self._scale,
+            layout=self._layout,
+        )
         return out
 
     def _leader(self, layer: int) -> SparseMLAIndexGroup:

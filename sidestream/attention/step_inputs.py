@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from sidestream.core.batch import SCRATCH_BLOCK, Chunk
+from sidestream.core.batch import SCRATCH_BLOCK, SCRATCH_SLOT, Chunk
 from sidestream.core.ring import RingPlan, plan_ring
 from sidestream.core.segment import Segment
 from sidestream.core.step_inputs import PoolPlan, StepInputs
+from sidestream.streams.upload import PackedUpload
 
 ROW_BUCKET = 8
 """Token rows are padded to a multiple of this on a CPU, so that a row's GEMM bits depend less on its neighbours."""
+
+Array = npt.NDArray[np.int64]
+Place = Callable[[Sequence[Array]], list[torch.Tensor]]
+
+
+def place_on_host(arrays: Sequence[Array]) -> list[torch.Tensor]:
+    """The arrays as CPU tensors over the same memory."""
+    return [torch.from_numpy(array) for array in arrays]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,33 +37,45 @@ class StepInputsBuilder:
         conv_size: taps of the short convolution; 0 without KDA layers.
         kpool: tokens an index pool; 1 at token granularity or without an indexer.
         rollback: tokens that a sequence may take back.
+        max_blocks: of one sequence; width of a uniform step's block table.
+        place: brings arrays to the device: ``place_on_host`` or ``PackedUpload.place``.
+        capturable: graph segments may hold this device's steps, so their work covers padding rows too.
     """
 
     block_size: int
     conv_size: int
     kpool: int
     rollback: int
-    device: torch.device
+    max_blocks: int = 0
+    place: Place = place_on_host
+    capturable: bool = False
 
-    def build(self, chunks: Sequence[Chunk], token_ids: Sequence[int]) -> StepInputs:
-        """Lay out one step.
+    def upload_elements(self, *, max_seqs: int, max_tokens: int) -> int:
+        """int64 elements that ``PackedUpload`` needs for any step of at most these counts, padding included."""
+        windows = [window for window in (self.conv_size, self.kpool if self.kpool > 1 else 0) if window]
+        sizes = [max_tokens] * 4 + [(max_seqs + 1) * max(self.max_blocks, 1)] + [max_tokens, max_seqs, max_seqs]
+        for window in windows:
+            sizes += [max_seqs * (window - 1), max_tokens * window, max_tokens, max_tokens]
+        sizes += [max_tokens, max_tokens]
+        return PackedUpload.elements([size + 1 for size in sizes])
+
+    def build(self, chunks: Sequence[Chunk], token_ids: Sequence[int], *, rows: int | None = None) -> StepInputs:
+        """Lay out a step of any mix.
 
         Args:
             chunks: decodes first, all of one length.
             token_ids: of all chunks, in order.
+            rows: padded rows; None pads to the next multiple of ``ROW_BUCKET``.
         """
         starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
         host_lengths = [chunk.length for chunk in chunks]
         lengths = np.array(host_lengths, dtype=np.int64)
         tokens, sequences = sum(host_lengths), len(chunks)
         assert tokens == len(token_ids), f"{len(token_ids)} token ids for {tokens} scheduled tokens"
-        padded = -(-tokens // ROW_BUCKET) * ROW_BUCKET
+        padded = -(-tokens // ROW_BUCKET) * ROW_BUCKET if rows is None else rows
+        assert padded >= tokens, f"{tokens} tokens do not fit {padded} rows"
         offsets = list(accumulate(host_lengths, initial=0))
-
-        width = max(len(chunk.block_ids) for chunk in chunks)
-        block_table = np.full((sequences + 1, width), SCRATCH_BLOCK, dtype=np.int64)
-        for row, chunk in enumerate(chunks):
-            block_table[row, : len(chunk.block_ids)] = chunk.block_ids
+        block_table = self._block_table(chunks, sequences + 1, max(len(chunk.block_ids) for chunk in chunks))
 
         columns = np.zeros((3, padded), dtype=np.int64)
         token_rows, positions, ids = columns
@@ -67,43 +89,142 @@ class StepInputsBuilder:
             positions[:tokens] = np.arange(tokens) - np.repeat(np.array(offsets[:-1]) - starts, lengths)
         block, place = np.divmod(positions, self.block_size)
         blocks = block_table[token_rows, block]
-        slot_mapping = blocks * self.block_size + place
 
         num_decode = sum(chunk.is_decode for chunk in chunks)
         assert all(chunk.is_decode for chunk in chunks[:num_decode]), "decode chunks must come first"
         assert len(set(host_lengths[:num_decode])) <= 1, f"decode lengths differ: {host_lengths[:num_decode]}"
         slots = tuple(chunk.slot for chunk in chunks)
-        rings: dict[int, RingPlan] = {}
-        for window in {self.conv_size, self.kpool if self.kpool > 1 else 0} - {0}:
-            rings[window] = plan_ring(
-                starts, lengths, slots, window=window, ring_length=window - 1 + self.rollback, device=self.device
-            )
-        return StepInputs(
+        ends = np.flatnonzero((positions[:tokens] + 1) % self.kpool == 0)
+        layout = _Layout(ids, positions, token_rows, blocks * self.block_size + place, block_table, None)
+        return self._assemble(
+            layout,
+            starts=starts,
+            lengths=lengths,
+            slots=np.array(slots, dtype=np.int64),
+            ends=ends,
+            entries=self._entries(positions[ends], blocks[ends]),
             num_tokens=tokens,
-            num_padded_tokens=padded,
             num_decode=num_decode,
-            token_ids=self._tensor(ids),
-            positions=self._tensor(positions),
-            token_rows=self._tensor(token_rows),
-            slot_mapping=self._tensor(slot_mapping),
-            block_table=self._tensor(block_table),
-            block_size=self.block_size,
             segments=tuple(
                 Segment(start, chunk.length, row, chunk.start)
                 for row, (start, chunk) in enumerate(zip(offsets, chunks, strict=False))
             ),
-            slots=self._tensor(np.array(slots, dtype=np.int64)),
-            starts=self._tensor(starts),
             host_slots=slots,
-            conv=rings.get(self.conv_size),
-            pools=self._pools(rings[self.kpool], positions[:tokens], blocks[:tokens]) if self.kpool > 1 else None,
         )
 
-    def _pools(self, ring: RingPlan, positions: np.ndarray, blocks: np.ndarray) -> PoolPlan:
-        """Pools whose last token is in this step, and where their keys go."""
-        ends = np.flatnonzero((positions + 1) % self.kpool == 0)
-        entries = blocks[ends] * (self.block_size // self.kpool) + positions[ends] % self.block_size // self.kpool
-        return PoolPlan(ring=ring, ends=self._tensor(ends), entries=self._tensor(entries))
+    def build_uniform(self, chunks: Sequence[Chunk], token_ids: Sequence[int], *, rows: int) -> StepInputs:
+        """Lay out a step of one decode token a sequence, padded to ``rows``, in shapes that follow from ``rows``."""
+        tokens = len(chunks)
+        assert self.capturable, "uniform steps are for devices that capture"
+        assert tokens == len(token_ids) <= rows, f"{len(token_ids)} tokens of {tokens} sequences in {rows} rows"
+        assert all(chunk.is_decode and chunk.length == 1 for chunk in chunks), "not a uniform decode"
+        positions, slots, ids, context_lens = np.zeros((4, rows), dtype=np.int64)
+        positions[:tokens] = [chunk.start for chunk in chunks]
+        slots[:tokens] = [chunk.slot for chunk in chunks]
+        slots[tokens:] = SCRATCH_SLOT
+        ids[:tokens] = token_ids
+        context_lens[:tokens] = positions[:tokens] + 1
+        block_table = self._block_table(chunks, rows, self.max_blocks)
+        token_rows = np.arange(rows)
+        block, place = np.divmod(positions, self.block_size)
+        blocks = block_table[token_rows, block]
+        completes = (positions + 1) % self.kpool == 0
+        completes[tokens:] = False
+        entries = self._entries(positions, np.where(completes, blocks, SCRATCH_BLOCK))
+        layout = _Layout(ids, positions, token_rows, blocks * self.block_size + place, block_table, context_lens)
+        return self._assemble(
+            layout,
+            starts=positions,
+            lengths=np.ones(rows, dtype=np.int64),
+            slots=slots,
+            ends=token_rows,
+            entries=entries,
+            num_tokens=tokens,
+            num_decode=tokens,
+            segments=(),
+            host_slots=(),
+        )
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+    def scratch(self, *, rows: int, uniform: bool) -> StepInputs:
+        """A step that touches scratch memory only, for warm-up and capture: of ``rows`` rows, none of them padding in
+        a mixed one (a single prefill), all of them in a uniform one."""
+        if uniform:
+            return self.build_uniform((), (), rows=rows)
+        blocks = (SCRATCH_BLOCK,) * -(-rows // self.block_size)
+        chunk = Chunk("scratch", 0, rows, blocks, SCRATCH_SLOT, is_decode=False, samples=False)
+        return self.build([chunk], [0] * rows, rows=rows)
+
+    def _block_table(self, chunks: Sequence[Chunk], rows: int, width: int) -> Array:
+        table = np.full((rows, max(width, 1)), SCRATCH_BLOCK, dtype=np.int64)
+        for row, chunk in enumerate(chunks):
+            table[row, : len(chunk.block_ids)] = chunk.block_ids
+        return table
+
+    def _entries(self, positions: Array, blocks: Array) -> Array:
+        """Rows of the flat index keys for the pools that end at ``positions``."""
+        return blocks * (self.block_size // self.kpool) + positions % self.block_size // self.kpool
+
+    def _assemble(
+        self,
+        layout: _Layout,
+        *,
+        starts: Array,
+        lengths: Array,
+        slots: Array,
+        ends: Array,
+        entries: Array,
+        num_tokens: int,
+        num_decode: int,
+        segments: tuple[Segment, ...],
+        host_slots: tuple[int, ...],
+    ) -> StepInputs:
+        """Plan the rings, bring everything to the device in one go, hand it out."""
+        uniform, padded = layout.context_lens is not None, len(layout.token_ids)
+        plans = {
+            window: plan_ring(starts, lengths, slots.tolist(), window=window, ring_length=window - 1 + self.rollback)
+            for window in {self.conv_size, self.kpool if self.kpool > 1 else 0} - {0}
+        }
+        # Those of a fixed size first: behind them, addresses depend on what the step holds.
+        arrays = [layout.token_ids, layout.positions, layout.token_rows, layout.slot_mapping]
+        arrays += [layout.block_table, slots, starts]
+        arrays += [tensor.numpy() for plan in plans.values() for tensor in plan.tensors]
+        arrays += [ends, entries] if self.kpool > 1 else []
+        arrays += [layout.context_lens] if layout.context_lens is not None else []
+        placed = iter(self.place(arrays))
+        ids, positions, token_rows, slot_mapping, table, slots_dev, starts_dev = (next(placed) for _ in range(7))
+        rings: dict[int, RingPlan] = {
+            window: plan.moved([next(placed) for _ in plan.tensors]) for window, plan in plans.items()
+        }
+        pools = PoolPlan(rings[self.kpool], next(placed), next(placed)) if self.kpool > 1 else None
+        return StepInputs(
+            num_tokens=num_tokens,
+            num_padded_tokens=padded,
+            num_decode=num_decode,
+            uniform=uniform,
+            capturable=self.capturable,
+            token_ids=ids,
+            positions=positions,
+            token_rows=token_rows,
+            slot_mapping=slot_mapping,
+            block_table=table,
+            context_lens=next(placed) if uniform else None,
+            block_size=self.block_size,
+            segments=segments,
+            slots=slots_dev,
+            starts=starts_dev,
+            host_slots=host_slots,
+            conv=rings.get(self.conv_size),
+            pools=pools,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Host arrays of a step's rows; ``context_lens`` only in a uniform step."""
+
+    token_ids: Array
+    positions: Array
+    token_rows: Array
+    slot_mapping: Array
+    block_table: Array
+    context_lens: Array | None

@@ -14,7 +14,8 @@ class EngineConfig:
     """Engine settings; each is a keyword of ``LLM`` and an option of the command line.
 
     Args:
-        device: "auto" (CUDA where there is one), "cpu" or "cuda".
+        device: "auto" (CUDA where there is one), "cpu", "cuda", or "sim": the simulated device, which runs the steps of
+            a GPU on a CPU, graphs included, many times slower, and checks the order of everything.
         dtype: of weights and activations: "auto" (float32 on a CPU, else the checkpoint's), "float32", "bfloat16".
         load_format: "auto" reads the checkpoint; "dummy" draws seeded weights for its config.
         max_num_seqs: sequences that run at once.
@@ -24,7 +25,14 @@ class EngineConfig:
         block_size: tokens a KV block; a multiple of ``index_kpool``.
         num_blocks: KV blocks; None derives them from ``memory_limit``.
         kv_cache_dtype: "auto" (rows in the engine's dtype), "bf16", "fp8_ds_mla" or "mxfp8".
-        cudagraph_mode: "none"; others need a CUDA device.
+        cudagraph_mode: "none", "piecewise" (graph segments with eager breaks), "full" (one graph for a uniform decode,
+            none for other batches), "full_and_piecewise", or "auto": the last on a device that has graphs, "none" on a
+            CPU.
+        max_capture_tokens: largest batch of any mix that is captured; None is ``max_num_batched_tokens``. Decodes are
+            captured up to ``max_num_seqs``.
+        stream_policy: how a wait crosses the boundary of a capture: "external" events, whole "stream" waits, or
+            "auto": the first where the device has them.
+        graph_debug: at every replay check that inputs lie where the graph reads them, and poison static buffers.
         memory_limit: bytes ("8GiB", an integer) or a share of the device's memory ("60%", a float up to 1) for
             weights and caches together; None is 60 %.
         seed: of requests that bring none, and of dummy weights.
@@ -39,6 +47,9 @@ class EngineConfig:
     block_size: int = DEFAULT_BLOCK_SIZE
     num_blocks: int | None = None
     kv_cache_dtype: str = "auto"
-    cudagraph_mode: str = "none"
+    cudagraph_mode: str = "auto"
+    max_capture_tokens: int | None = None
+    stream_policy: str = "auto"
+    graph_debug: bool = False
     memory_limit: int | float | str | None = None
     seed: int = 0

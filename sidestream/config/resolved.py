@@ -12,7 +12,9 @@ from sidestream.errors import ConfigError
 DTYPES = ("float32", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8_ds_mla", "mxfp8")
 LOAD_FORMATS = ("auto", "dummy")
-CUDAGRAPH_MODES = ("none",)
+DEVICES = ("cpu", "cuda", "sim")
+CUDAGRAPH_MODES = ("none", "piecewise", "full", "full_and_piecewise")
+STREAM_POLICIES = ("external", "stream")
 DEFAULT_MEMORY_SHARE = 0.6
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
@@ -23,6 +25,7 @@ class ResolvedConfig:
 
     Attributes:
         memory_budget: bytes for weights and caches.
+        stream_policy: None takes the best that the device can do.
         shrink_max_model_len: the user named none, so it may be lowered to what the pools hold.
         rollback: tokens that a sequence may take back (0 without speculation).
     """
@@ -39,6 +42,9 @@ class ResolvedConfig:
     num_blocks: int | None
     kv_cache_dtype: str
     cudagraph_mode: str
+    max_capture_tokens: int
+    stream_policy: str | None
+    graph_debug: bool
     memory_budget: int
     seed: int
     rollback: int = 0
@@ -67,27 +73,30 @@ def resolve(user: EngineConfig, model: ModelConfig, *, cuda_available: bool, dev
         ConfigError: naming the value, the limit, where it comes from and the knob.
     """
     device = ("cuda" if cuda_available else "cpu") if user.device == "auto" else user.device
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {user.device!r}, allowed are 'auto', 'cpu' and 'cuda'")
+    _one_of("device", device, DEVICES, auto=True)
     if device == "cuda" and not cuda_available:
         raise ConfigError("device is 'cuda', but torch sees no CUDA device here; use device='cpu'")
     dtype = user.dtype
     if dtype == "auto":
-        dtype = "float32" if device == "cpu" or model.dtype not in DTYPES else str(model.dtype)
+        dtype = "float32" if device != "cuda" or model.dtype not in DTYPES else str(model.dtype)
     _one_of("dtype", dtype, DTYPES)
     _one_of("load_format", user.load_format, LOAD_FORMATS)
     _one_of("kv_cache_dtype", user.kv_cache_dtype, KV_CACHE_DTYPES)
-    mode = user.cudagraph_mode.lower() if isinstance(user.cudagraph_mode, str) else ""
-    if mode not in CUDAGRAPH_MODES:
-        raise ConfigError(f"cudagraph_mode is {user.cudagraph_mode!r}; on this device only 'none' is available")
+    mode = _cudagraph_mode(user.cudagraph_mode, device)
+    policy = None if user.stream_policy == "auto" else user.stream_policy
+    if policy is not None:
+        _one_of("stream_policy", policy, STREAM_POLICIES, auto=True)
+    if not isinstance(user.graph_debug, bool):
+        raise ConfigError(f"graph_debug must be True or False, got {user.graph_debug!r}")
     if user.kv_cache_dtype == "mxfp8" and model.mla.qk_rope_head_dim:
         raise ConfigError(
             f"kv_cache_dtype 'mxfp8' has no place for a rope part, and this model has qk_rope_head_dim "
             f"{model.mla.qk_rope_head_dim}; use 'fp8_ds_mla', 'bf16' or 'auto'"
         )
-    for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_model_len", "num_blocks"):
+    optional = ("max_model_len", "num_blocks", "max_capture_tokens")
+    for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", *optional):
         value = getattr(user, name)
-        if value is None and name in ("max_model_len", "num_blocks"):
+        if value is None and name in optional:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} must be a positive integer, got {value!r}")
@@ -119,6 +128,9 @@ def resolve(user: EngineConfig, model: ModelConfig, *, cuda_available: bool, dev
         num_blocks=user.num_blocks,
         kv_cache_dtype=user.kv_cache_dtype,
         cudagraph_mode=mode,
+        max_capture_tokens=min(user.max_capture_tokens or user.max_num_batched_tokens, user.max_num_batched_tokens),
+        stream_policy=policy,
+        graph_debug=user.graph_debug,
         memory_budget=parse_memory(user.memory_limit, device_memory),
         seed=user.seed,
     )
@@ -151,6 +163,20 @@ def parse_memory(limit: int | float | str | None, device_memory: int) -> int:
     return limit
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+def _cudagraph_mode(asked: object, device: str) -> str:
+    mode = asked.lower() if isinstance(asked, str) else asked
+    if mode == "auto":
+        return "none" if device == "cpu" else "full_and_piecewise"
+    _one_of("cudagraph_mode", mode, CUDAGRAPH_MODES, auto=True)
+    if device == "cpu" and mode != "none":
+        raise ConfigError(
+            f"cudagraph_mode is {asked!r}, but device is 'cpu', where work runs at once and there are no graphs; use "
+            "'none' or 'auto', or device 'cuda' or 'sim'"
+        )
+    return str(mode)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...], *, auto: bool = False) -> None:
     if value not in allowed:
-        raise ConfigError(f"{name} is {value!r}, allowed are {', '.join(map(repr, allowed))}")
+        choices = ("auto", *allowed) if auto else allowed
+        raise ConfigError(f"{name} is {value!r}, allowed are {', '.join(map(repr, choices))}")

@@ -7,19 +7,28 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from sidestream.core.cudagraph_mode import CUDAGraphMode
 from sidestream.core.layer_cache import LayerCache
-from sidestream.core.protocols import IndexSink, MLAttention
+from sidestream.core.protocols import Boundary, IndexSink, MLAttention
 from sidestream.core.step_inputs import StepInputs
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """Immutable while the step runs."""
+    """Immutable while the step runs.
+
+    Attributes:
+        mode: how this step runs.
+        boundary: where tensors that cross an eager break live; None where no break is recorded (modes NONE and FULL,
+            and the replay of a capture, whose breaks hold their buffers already).
+    """
 
     inputs: StepInputs
     caches: tuple[LayerCache, ...]
     attention: MLAttention
     index_sink: IndexSink
+    mode: CUDAGraphMode = CUDAGraphMode.NONE
+    boundary: Boundary | None = None
 
 
 _CURRENT: ContextVar[ForwardContext | None] = ContextVar("sidestream_forward_context", default=None)
@@ -41,3 +50,12 @@ def get_forward_context() -> ForwardContext:
     context = _CURRENT.get()
     assert context is not None, "no forward context: a layer was called outside a step"
     return context
+
+
+def in_piecewise_cudagraph() -> bool:
+    """Whether the running step is made of graph pieces: true in segments and in breaks, at capture and at replay.
+
+    What the device says about capturing is no substitute: inside a break it says no.
+    """
+    context = _CURRENT.get()
+    return context is not None and context.mode is CUDAGraphMode.PIECEWISE

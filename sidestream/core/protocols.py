@@ -1,4 +1,4 @@
-"""What layers call without importing it: the attention side plugs in through these."""
+"""What layers call without importing it: attention and graph capture plug in through these."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class MLAttention(Protocol):
 
         Args:
             layer: index of the decoder layer.
-            query: [T, H, r + p], the nope part already multiplied by W_UK.
-            latent: [T, r] normalised latents of this step's tokens.
-            rope_key: [T, p], rotated where the model rotates; None if p == 0.
+            query: [S, H, r + p], the nope part already multiplied by W_UK; S is ``StepInputs.segment_rows``.
+            latent: [S, r] normalised latents of this step's tokens.
+            rope_key: [S, p], rotated where the model rotates; None if p == 0.
         Returns:
-            [T, H, r] attention-weighted latents.
+            [S, H, r] attention-weighted latents; zeros behind ``StepInputs.mixer_rows``.
         """
         ...
 
@@ -35,4 +35,16 @@ class IndexSink(Protocol):
 
     def set_logical_topk_ready(self, layer: int) -> None:
         """Publish the buffer: everything that fills it has been issued."""
+        ...
+
+
+class Boundary(Protocol):
+    """Static memory for tensors that cross an eager break: at one address in every replay, shared by all shapes."""
+
+    def hold(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy ``tensor`` [rows, ..] to the buffer ``name``; the copy, of equal shape."""
+        ...
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The first ``shape[0]`` rows of the buffer ``name``, for a break to write its result to."""
         ...

@@ -39,6 +39,15 @@ class RingPlan:
     keep_tokens: torch.Tensor
     keep_rows: torch.Tensor
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """In the order that ``moved`` takes."""
+        return self.carry_rows, self.window_rows, self.keep_tokens, self.keep_rows
+
+    def moved(self, tensors: Sequence[torch.Tensor]) -> RingPlan:
+        """The same plan over copies of its tensors elsewhere."""
+        return RingPlan(self.window, self.length, *tensors)
+
 
 def plan_ring(
     starts: Sequence[int] | np.ndarray,

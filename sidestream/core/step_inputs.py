@@ -30,25 +30,36 @@ class StepInputs:
     """T true tokens in flat order, padded to Tp rows; R sequences, decodes first.
 
     Padding rows carry token 0 at position 0 of the scratch block, and belong to block-table row R, which is all
-    scratch. Bodies that touch caches work on the T true rows.
+    scratch.
+
+    A step is laid out in one of two forms. In a **uniform** one every row, padding included, is the one token of a
+    sequence of its own, and shapes follow from Tp alone, so that a graph can hold all of it: the block table is
+    [Tp, widest], padding rows have state slot 0 and a ``context_lens`` of 0, and host integers that a graph would bake
+    (``segments``, ``host_slots``) are left out. Otherwise host integers describe the sequences.
 
     Attributes:
+        capturable: laid out for a device that captures graphs, so nothing may depend on the mode that the step runs in.
         token_ids, positions, token_rows, slot_mapping: [Tp] int64; ``slot_mapping`` is the KV row to write.
-        block_table: [R + 1, B] int64.
+        block_table: [R + 1, B] int64; [Tp, B] in a uniform step.
+        context_lens: [Tp] int64 in a uniform step, the tokens that a row may see, its own included; else None.
         segments: one a sequence, in flat order; the first ``num_decode`` are continuations of one length.
-        slots, starts: [R] int64, each sequence's state slot and its first position in this step.
+        slots, starts: [R] or [Tp] int64, each sequence's state slot and its first position in this step.
         conv: ring plan of the short convolution, None without KDA layers.
-        pools: None without an indexer or at token granularity.
+        pools: None without an indexer or at token granularity. In a uniform step every row completes a pool, those
+            that do not in truth write it to the scratch block.
     """
 
     num_tokens: int
     num_padded_tokens: int
     num_decode: int
+    uniform: bool
+    capturable: bool
     token_ids: torch.Tensor
     positions: torch.Tensor
     token_rows: torch.Tensor
     slot_mapping: torch.Tensor
     block_table: torch.Tensor
+    context_lens: torch.Tensor | None
     block_size: int
     segments: tuple[Segment, ...]
     slots: torch.Tensor
@@ -58,10 +69,36 @@ class StepInputs:
     pools: PoolPlan | None
 
     @property
+    def segment_rows(self) -> int:
+        """Rows that work covers which a graph segment may hold: Tp where graphs are captured, else T."""
+        return self.num_padded_tokens if self.capturable else self.num_tokens
+
+    @property
+    def mixer_rows(self) -> int:
+        """Rows that KDA and attention cover: Tp in a uniform step, else T."""
+        return self.num_padded_tokens if self.uniform else self.num_tokens
+
+    @property
     def num_decode_tokens(self) -> int:
         return self.num_decode * self.decode_length
 
     @property
     def decode_length(self) -> int:
         """Tokens that each decode brings: 1, or 1 + n when speculated tokens are verified."""
-        return self.segments[0].length if self.num_decode else 0
+        return self.segments[0].length if self.num_decode and not self.uniform else min(self.num_decode, 1)
+
+    def static_tensors(self) -> dict[str, torch.Tensor]:
+        """What captured graphs of this form and size read, by name: at one address in every step."""
+        tensors = {"token_ids": self.token_ids, "positions": self.positions}
+        if not self.uniform:
+            return tensors
+        assert self.context_lens is not None
+        for name in ("token_rows", "slot_mapping", "block_table", "context_lens", "slots", "starts"):
+            tensors[name] = getattr(self, name)
+        rings = {"conv": self.conv, "pools": self.pools.ring if self.pools is not None else None}
+        for name, ring in rings.items():
+            if ring is not None:
+                tensors |= {f"{name}.{i}": tensor for i, tensor in enumerate(ring.tensors)}
+        if self.pools is not None:
+            tensors |= {"pools.ends": self.pools.ends, "pools.entries": self.pools.entries}
+        return tensors

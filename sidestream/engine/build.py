@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -17,14 +17,19 @@ from sidestream.cache.pools import CachePools
 from sidestream.config.engine import EngineConfig
 from sidestream.config.model import AttentionKind, IndexerKind, ModelConfig
 from sidestream.config.resolved import ResolvedConfig, resolve
-from sidestream.engine.runner import ModelRunner
+from sidestream.engine.runner import ModelRunner, StepGraphs
 from sidestream.errors import CapacityError
+from sidestream.graphs.dispatch import GraphDispatcher
+from sidestream.graphs.runner import GraphRunner
+from sidestream.graphs.static_buffers import StaticBuffers
 from sidestream.layers.loader import LayerLoader
 from sidestream.layers.parallel import SINGLE
 from sidestream.layers.weight_format import DenseFormat
 from sidestream.models.decoder import DecoderModel
 from sidestream.models.registry import MODELS
 from sidestream.ops.kv_rows import KVRowLayout, kv_row_layout
+from sidestream.streams import InlineBackend, Policy, StreamBackend, Streams
+from sidestream.streams.upload import PackedUpload
 from sidestream.weights import LoadReport, Shard, WeightSource, open_weights
 
 
@@ -57,9 +62,13 @@ class BuiltEngine:
     max_model_len: int
 
 
-def build_engine(model_path: str | os.PathLike[str], user: EngineConfig) -> BuiltEngine:
-    """Resolve the settings, load the weights, size and allocate the caches.
+def build_engine(
+    model_path: str | os.PathLike[str], user: EngineConfig, *, backend: StreamBackend | None = None
+) -> BuiltEngine:
+    """Resolve the settings, load the weights, size and allocate the caches, capture graphs.
 
+    Args:
+        backend: of the device that ``user.device`` names; None makes one.
     Raises:
         ConfigError, CheckpointError: settings or files are wrong.
         CapacityError: weights or caches do not fit ``memory_limit``.
@@ -69,7 +78,8 @@ def build_engine(model_path: str | os.PathLike[str], user: EngineConfig) -> Buil
     config = resolve(
         user, model_config, cuda_available=torch.cuda.is_available(), device_memory=_device_memory(user.device)
     )
-    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    backend = open_backend(config.device) if backend is None else backend
+    device, dtype = backend.device, getattr(torch, config.dtype)
     layout = kv_row_layout(
         config.kv_cache_dtype,
         latent_dim=model_config.mla.kv_lora_rank,
@@ -89,9 +99,16 @@ def build_engine(model_path: str | os.PathLike[str], user: EngineConfig) -> Buil
     model, report = load_model(folder, config, device=device, dtype=dtype)
     assert _bytes_of(model) == weights, f"the weights take {_bytes_of(model)} bytes, {weights} were foreseen"
     pools = CachePools(groups, num_blocks, num_slots, device=device)
+    policy = None if config.stream_policy is None else Policy(config.stream_policy)
+    streams = Streams(backend, policy=policy)
+    with backend.use(streams.compute):
+        runner = wire_runner(
+            model, config, pools, streams=streams, layout=layout, max_model_len=max_model_len, weight_bytes=weights
+        )
+        runner.capture()
     return BuiltEngine(
         config=config,
-        runner=wire_runner(model, config, pools, layout=layout, max_model_len=max_model_len, weight_bytes=weights),
+        runner=runner,
         pools=pools,
         load_report=report,
         ledger=Ledger(
@@ -178,31 +195,55 @@ def wire_runner(
     config: ResolvedConfig,
     pools: CachePools,
     *,
+    streams: Streams,
     layout: KVRowLayout,
     max_model_len: int,
     weight_bytes: int,
 ) -> ModelRunner:
-    """Connect a model to its caches."""
+    """Connect a model to its caches, and to the graphs of a device that has them."""
     model_config = config.model
+    graphs = None if config.device == "cpu" else step_graphs(config, streams)
     builder = StepInputsBuilder(
         block_size=config.block_size,
         conv_size=model_config.kda.conv_size if model_config.kda is not None else 0,
         kpool=config.kpool,
         rollback=config.rollback,
-        device=pools.device,
+        max_blocks=-(-max_model_len // config.block_size),
     )
+    if graphs is not None:
+        capacity = builder.upload_elements(max_seqs=config.max_num_seqs, max_tokens=graphs.dispatcher.mixed_sizes[-1])
+        upload = PackedUpload(streams.backend, capacity)
+        builder = replace(builder, place=upload.place, capturable=True)
     attention = PagedLatentAttention(
         layout=layout,
         scale=model_config.mla.softmax_scale,
-        groups=index_groups(config, pools.device, max_model_len=max_model_len),
+        groups=index_groups(config, streams, max_model_len=max_model_len),
     )
     caches = tuple(pools.layer(i) for i in range(model_config.num_layers))
-    return ModelRunner(model, caches=caches, attention=attention, builder=builder, weight_bytes=weight_bytes)
+    return ModelRunner(
+        model,
+        caches=caches,
+        attention=attention,
+        builder=builder,
+        streams=streams,
+        graphs=graphs,
+        weight_bytes=weight_bytes,
+    )
 
 
-def index_groups(
-    config: ResolvedConfig, device: torch.device, *, max_model_len: int
-) -> tuple[SparseMLAIndexGroup, ...]:
+def step_graphs(config: ResolvedConfig, streams: Streams) -> StepGraphs:
+    """Which steps are captured, and where their static memory lies."""
+    dispatcher = GraphDispatcher(
+        config.cudagraph_mode,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_capture_tokens=config.max_capture_tokens,
+    )
+    buffers = StaticBuffers(dispatcher.mixed_sizes[-1], streams.backend.device)
+    return StepGraphs(dispatcher, GraphRunner(streams, buffers, debug=config.graph_debug))
+
+
+def index_groups(config: ResolvedConfig, streams: Streams, *, max_model_len: int) -> tuple[SparseMLAIndexGroup, ...]:
     """The model's index groups, leaders in layer order; a row is never wider than the longest sequence needs."""
     indexer = config.model.indexer
     if indexer is None:
@@ -212,21 +253,34 @@ def index_groups(
         leads = config.model.layers[layer].indexer is IndexerKind.FULL
         builder.register_layer(layer, is_index_producing_layer=leads)
     return builder.build(
+        streams=streams,
         width=indexer.topk_width(max_model_len),
         decode_rows=config.max_num_seqs * (1 + config.rollback),
         resolver=BlockTableResolver(),
-        device=device,
     )
 
 
+def open_backend(device: str) -> StreamBackend:
+    """Streams, events and graphs of a device named in the settings; what a device needs is imported with it."""
+    if device == "cpu":
+        return InlineBackend()
+    if device == "sim":
+        from sidestream.streams.simulated import SimulatedBackend
+
+        return SimulatedBackend()
+    from sidestream.streams.cuda import CudaBackend
+
+    return CudaBackend()
+
+
 def _device_memory(device: str) -> int:
-    if device != "cpu" and torch.cuda.is_available():
+    if device in ("auto", "cuda") and torch.cuda.is_available():
         return int(torch.cuda.mem_get_info()[1])
     return int(psutil.virtual_memory().total)
 
 
 def _bytes_of(model: DecoderModel) -> int:
-    """Bytes of every tensor reachable from the model, shared storage counted once."""
+    """Bytes of every tensor reachable from the model, shared storage counted once, allocators' rounding left out."""
     storages: dict[int, int] = {}
     pending: list[object] = [model]
     seen: set[int] = set()
@@ -236,8 +290,10 @@ def _bytes_of(model: DecoderModel) -> int:
             continue
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
-            storage = item.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
+            span = sum((n - 1) * s for n, s in zip(item.shape, item.stride(), strict=True))
+            extent = int(item.storage_offset() + span) + 1
+            key = item.untyped_storage()._cdata
+            storages[key] = max(storages.get(key, 0), extent * item.itemsize)
         elif isinstance(item, list | tuple):
             pending.extend(item)
         elif type(item).__module__.startswith("sidestream."):

@@ -99,7 +99,8 @@ class EngineCore:
         self._stepping, done = True, False
         try:
             if (step := self.scheduler.schedule()) is not None:
-                self._run(step)
+                with self._runner.on_device():
+                    self._run(step)
             done = True
         finally:
             if not done:

@@ -56,7 +56,7 @@ class LLM:
         model: folder of a hub checkpoint (config.json, safetensors files, a tokenizer if text is wanted); None is the
             small checkpoint that ships with Sidestream.
         device, dtype, load_format, max_num_seqs, max_num_batched_tokens, max_model_len, block_size, num_blocks,
-            kv_cache_dtype, cudagraph_mode, memory_limit, seed: see ``EngineConfig``.
+            kv_cache_dtype, cudagraph_mode, max_capture_tokens, stream_policy, graph_debug, memory_limit, seed: see ``EngineConfig``.
     Raises:
         ConfigError, CheckpointError, CapacityError: naming the value, the limit and the knob.
     """
@@ -74,7 +74,10 @@ class LLM:
         block_size: int = DEFAULT_BLOCK_SIZE,
         num_blocks: int | None = None,
         kv_cache_dtype: str = "auto",
-        cudagraph_mode: str = "none",
+        cudagraph_mode: str = "auto",
+        max_capture_tokens: int | None = None,
+        stream_policy: str = "auto",
+        graph_debug: bool = False,
         memory_limit: int | float | str | None = None,
         seed: int = 0,
     ) -> None:
@@ -92,6 +95,9 @@ class LLM:
                 num_blocks=num_blocks,
                 kv_cache_dtype=kv_cache_dtype,
                 cudagraph_mode=cudagraph_mode,
+                max_capture_tokens=max_capture_tokens,
+                stream_policy=stream_policy,
+                graph_debug=graph_debug,
                 memory_limit=memory_limit,
                 seed=seed,
             ),

@@ -10,10 +10,11 @@ import torch
 
 from sidestream.config.model import ModelConfig
 from sidestream.core.forward_context import get_forward_context
+from sidestream.layers.boundary import break_without_result
 from sidestream.layers.linear import Projection
 from sidestream.layers.loader import LayerLoader
 from sidestream.layers.rope import Rotation
-from sidestream.ops.indexer import pool_keys, select_topk, write_keys
+from sidestream.ops.indexer import pool_keys, select_topk, select_topk_decode, write_keys
 from sidestream.ops.norm import layer_norm
 from sidestream.ops.rope import apply_rope
 
@@ -60,32 +61,50 @@ class Indexer:
         return Projection("indexer.wq_b", config.indexer.num_heads * config.indexer.head_dim, sharded=False)
 
     def __call__(self, query: torch.Tensor, hidden_parts: tuple[torch.Tensor, ...], rotation: Rotation | None) -> None:
-        """Write this step's keys and publish the selection.
+        """Write this step's keys and publish the selection: inside the graph segment in a uniform decode, else as an
+        eager break.
 
         Args:
             query: [Tp, Hi * D] from ``query_projection``.
             hidden_parts: [Tp, ...] from ``hidden_projections``.
-            rotation: of the T true tokens; None without rope.
+            rotation: of the rows of graph segments; None without rope.
         """
+        cos, sin = rotation if self.rope_dim and rotation is not None else (None, None)
+        gate = hidden_parts[2] if self.ape is not None else None
+        arguments = (query, hidden_parts[0], hidden_parts[1], gate, cos, sin)
+        if get_forward_context().inputs.uniform:
+            self._select(*arguments)
+        else:
+            break_without_result(f"indexer of layer {self.layer}", "indexer", self._select, *arguments)
+
+    def _select(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        weights: torch.Tensor,
+        gate: torch.Tensor | None,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+    ) -> None:
         context = get_forward_context()
-        inputs, cache = context.inputs, context.caches[self.layer]
+        inputs, cache, indexer = context.inputs, context.caches[self.layer], self.config
         assert cache.index_keys is not None
-        tokens, indexer = inputs.num_tokens, self.config
-        key = layer_norm(hidden_parts[0][:tokens], self.norm_weight, self.norm_bias, eps=indexer.key_norm_eps)
-        query = query[:tokens].view(tokens, indexer.num_heads, indexer.head_dim)
-        if self.rope_dim:
-            assert rotation is not None
+        rows = inputs.mixer_rows
+        key = layer_norm(key[:rows], self.norm_weight, self.norm_bias, eps=indexer.key_norm_eps)
+        query = query[:rows].view(rows, indexer.num_heads, indexer.head_dim)
+        if cos is not None and sin is not None:
+            rotation = (cos[:rows], sin[:rows])
             key, query = self._rotate(key, rotation), self._rotate(query, rotation)
-        weights = hidden_parts[1][:tokens].float() * indexer.num_heads**-0.5
+        weights = weights[:rows].float() * indexer.num_heads**-0.5
         flat_keys = cache.index_keys.view(-1, indexer.head_dim)
-        if self.ape is None:
-            write_keys(flat_keys, inputs.slot_mapping[:tokens], key)
+        if gate is None or self.ape is None:
+            write_keys(flat_keys, inputs.slot_mapping[:rows], key)
         else:
             assert inputs.pools is not None
             assert cache.index_tail is not None
             pooled = pool_keys(
                 key,
-                hidden_parts[2][:tokens],
+                gate[:rows],
                 self.ape,
                 tail=cache.index_tail,
                 plan=inputs.pools.ring,
@@ -93,19 +112,34 @@ class Indexer:
             )
             write_keys(flat_keys, inputs.pools.entries, pooled)
         selected = context.index_sink.logical_topk_indices(self.layer)
-        select_topk(
-            query,
-            weights,
-            cache.index_keys,
-            block_table=inputs.block_table,
-            positions=inputs.positions[:tokens],
-            segments=inputs.segments,
-            num_decode=inputs.num_decode,
-            topk=selected.shape[1] - indexer.kpool + 1,  # the model's, or all of the longest sequence if that is less
-            kpool=indexer.kpool,
-            scale=indexer.head_dim**-0.5,
-            out=selected,
-        )
+        topk = selected.shape[1] - indexer.kpool + 1  # the model's, or all of the longest sequence if that is less
+        if inputs.uniform:
+            assert inputs.context_lens is not None
+            select_topk_decode(
+                query,
+                weights,
+                cache.index_keys,
+                block_table=inputs.block_table,
+                context_lens=inputs.context_lens,
+                topk=topk,
+                kpool=indexer.kpool,
+                scale=indexer.head_dim**-0.5,
+                out=selected,
+            )
+        else:
+            select_topk(
+                query,
+                weights,
+                cache.index_keys,
+                block_table=inputs.block_table,
+                positions=inputs.positions[:rows],
+                segments=inputs.segments,
+                num_decode=inputs.num_decode,
+                topk=topk,
+                kpool=indexer.kpool,
+                scale=indexer.head_dim**-0.5,
+                out=selected,
+            )
         context.index_sink.set_logical_topk_ready(self.layer)
 
     def _rotate(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:

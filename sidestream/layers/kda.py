@@ -10,10 +10,11 @@ import torch
 from sidestream.config.model import ModelConfig
 from sidestream.core.forward_context import get_forward_context
 from sidestream.core.layer_cache import LayerCache
+from sidestream.core.padding import pad_rows, true_rows
 from sidestream.core.step_inputs import StepInputs
+from sidestream.layers.boundary import across_break
 from sidestream.layers.linear import MergedLinear, Projection, RowLinear
 from sidestream.layers.loader import LayerLoader
-from sidestream.layers.padding import pad_rows, true_rows
 from sidestream.ops.kda import chunked, gate, recurrent, short_conv
 from sidestream.ops.norm import gated_rms_norm
 
@@ -65,18 +66,25 @@ class KimiDeltaAttention:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [Tp, hidden] -> [Tp, hidden]. State is read and written for the true tokens only."""
+        projected = self.inputs.weight.linear(x, None)
+        width = self.num_heads * self.head_dim
+        mixed = across_break(f"KDA of layer {self.layer}", "KDA", self._attend, projected, out=(x.shape[0], width))
+        return self.out(mixed)
+
+    def _attend(self, projected: torch.Tensor) -> torch.Tensor:
+        """[Tp, ..] projections -> [Tp, H * V], zeros behind the rows of the step."""
         context = get_forward_context()
         inputs, cache = context.inputs, context.caches[self.layer]
-        tokens = inputs.num_tokens
-        qkv, low, beta = torch.split(self.inputs.weight.linear(x, None), self.sizes, dim=-1)
-        low = low.view(x.shape[0], 2, self.head_dim).transpose(0, 1)
+        given, rows = projected.shape[0], inputs.mixer_rows
+        qkv, low, beta = torch.split(projected, self.sizes, dim=-1)
+        low = low.view(given, 2, self.head_dim).transpose(0, 1)
         forget, output_gate = torch.bmm(low, self.expand.transpose(1, 2)).unbind()
-        forget = gate(true_rows(forget, tokens), self.dt_bias, self.a_log, lower_bound=self.lower_bound)
-        output_gate = true_rows(output_gate, tokens).view(tokens, self.num_heads, self.head_dim)
-        beta = true_rows(beta, tokens).sigmoid()
-        mixed = self._mix(true_rows(qkv, tokens), forget, beta, inputs=inputs, cache=cache)
+        forget = gate(true_rows(forget, rows), self.dt_bias, self.a_log, lower_bound=self.lower_bound)
+        output_gate = true_rows(output_gate, rows).view(rows, self.num_heads, self.head_dim)
+        beta = true_rows(beta, rows).sigmoid()
+        mixed = self._mix(true_rows(qkv, rows), forget, beta, inputs=inputs, cache=cache)
         normed = gated_rms_norm(mixed, output_gate, self.norm, eps=self.norm_eps)
-        return self.out(pad_rows(normed.reshape(tokens, -1), x.shape[0]))
+        return pad_rows(normed.reshape(rows, -1), given)
 
     def _mix(
         self, qkv: torch.Tensor, forget: torch.Tensor, beta: torch.Tensor, *, inputs: StepInputs, cache: LayerCache
@@ -88,10 +96,10 @@ class KimiDeltaAttention:
         tokens, heads, dim = qkv.shape[0], self.num_heads, self.head_dim
         convolved = short_conv(qkv, cache.conv, self.conv, plan=inputs.conv).view(tokens, 3, heads, dim)
         q, k, v = convolved.unbind(1)
-        decodes, split = inputs.num_decode, inputs.num_decode_tokens
+        decodes, split = (tokens, tokens) if inputs.uniform else (inputs.num_decode, inputs.num_decode_tokens)
         outputs = []
         if decodes:
-            shape = (decodes, inputs.decode_length, heads)
+            shape = (decodes, split // decodes, heads)
             mixed = recurrent(
                 q[:split].reshape(*shape, dim),
                 k[:split].reshape(*shape, dim),

@@ -9,10 +9,11 @@ import torch
 
 from sidestream.config.model import IndexerKind, ModelConfig
 from sidestream.core.forward_context import get_forward_context
+from sidestream.core.padding import pad_rows, true_rows
+from sidestream.layers.boundary import across_break
 from sidestream.layers.indexer import Indexer
 from sidestream.layers.linear import MergedLinear, Projection, RowLinear
 from sidestream.layers.loader import LayerLoader
-from sidestream.layers.padding import pad_rows, true_rows
 from sidestream.layers.rope import Rotation
 from sidestream.ops.norm import rms_norm
 from sidestream.ops.rope import apply_rope
@@ -58,17 +59,17 @@ class LatentAttention:
         )
 
     def __call__(self, x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-        """x [Tp, hidden] -> [Tp, hidden]; ``rotation`` belongs to the T true tokens."""
+        """x [Tp, hidden] -> [Tp, hidden]; ``rotation`` belongs to the rows of graph segments."""
         context = get_forward_context()
-        tokens, mla = context.inputs.num_tokens, self.mla
+        rows, mla = context.inputs.segment_rows, self.mla
         query, compressed, *indexer_parts = self.hidden_inputs(x)
         if self.resid_inputs is not None:
             q_resid = rms_norm(query, self.q_norm, mla.lora_norm_eps)
             query, *index_query = self.resid_inputs(q_resid)
             if self.indexer is not None:
                 self.indexer(index_query[0], tuple(indexer_parts), rotation)
-        query = true_rows(query, tokens).view(tokens, self.num_heads, mla.qk_head_dim)
-        compressed = true_rows(compressed, tokens)
+        query = true_rows(query, rows).view(rows, self.num_heads, mla.qk_head_dim)
+        compressed = true_rows(compressed, rows)
         latent = compressed[:, : mla.kv_lora_rank] if mla.qk_rope_head_dim else compressed
         latent = rms_norm(latent, self.kv_norm, mla.lora_norm_eps)
         nope = query[..., : mla.qk_nope_head_dim] if mla.qk_rope_head_dim else query
@@ -81,6 +82,18 @@ class LatentAttention:
                 rope_query = apply_rope(rope_query, *rotation, interleaved=True)
                 rope_key = apply_rope(rope_key, *rotation, interleaved=True)
             absorbed = torch.cat([absorbed, rope_query], dim=-1)
-        attended = context.attention.attend(self.layer, absorbed, latent, rope_key=rope_key)  # [T, H, r]
-        values = torch.bmm(attended.transpose(0, 1), self.w_uv).transpose(0, 1).reshape(tokens, -1)
+        attended = across_break(
+            f"attention of layer {self.layer}",
+            "attention",
+            self._attend,
+            absorbed,
+            latent,
+            rope_key,
+            out=(rows, self.num_heads, mla.kv_lora_rank),
+        )
+        values = torch.bmm(attended.transpose(0, 1), self.w_uv).transpose(0, 1).reshape(rows, -1)
         return self.out(pad_rows(values, x.shape[0]))
+
+    def _attend(self, query: torch.Tensor, latent: torch.Tensor, rope_key: torch.Tensor | None) -> torch.Tensor:
+        """[S, H, r + p] queries -> [S, H, r]."""
+        return get_forward_context().attention.attend(self.layer, query, latent, rope_key=rope_key)

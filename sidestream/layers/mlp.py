@@ -6,9 +6,9 @@ import torch
 
 from sidestream.config.model import ModelConfig
 from sidestream.core.forward_context import get_forward_context
+from sidestream.core.padding import pad_rows
 from sidestream.layers.linear import MergedLinear, Projection, RowLinear
 from sidestream.layers.loader import LayerLoader
-from sidestream.layers.padding import pad_rows
 from sidestream.ops.moe import experts, route, swiglu
 
 
@@ -62,7 +62,7 @@ class MoeMlp:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [Tp, hidden] -> [Tp, hidden]; zeros behind the true tokens."""
         moe = self.moe
-        real = x[: get_forward_context().inputs.num_tokens]
+        real = x[: get_forward_context().inputs.segment_rows]
         weights, ids = route(
             real,
             self.router,

@@ -88,7 +88,7 @@ class DecoderModel:
     def forward(self) -> torch.Tensor:
         """Run the step of the current forward context; returns normalised hidden states [Tp, hidden]."""
         inputs = get_forward_context().inputs
-        rotation = self.rope(inputs.positions[: inputs.num_tokens]) if self.rope is not None else None
+        rotation = self.rope(inputs.positions[: inputs.segment_rows]) if self.rope is not None else None
         state = self.enter(self.embedding(inputs.token_ids))
         for layer in self.layers:
             state = layer(state, rotation)

@@ -125,9 +125,7 @@ class Handoff:
         streams, backend = self._streams, self._streams.backend
         here, source = streams.open_capture, last.source
         if here is None and not last.ran:
-            raise HandoffError(
-                f"{self._who(consumer)}: published in {source!r}, which was not replayed since, so nothing has run"
-            )
+            raise HandoffError(self._not_replayed(consumer, last))
         inside = here is not None and here is source
         if here is not None and not inside:
             here.add_wait(_CrossingWait(self, here, source, consumer))
@@ -144,6 +142,20 @@ class Handoff:
             else:
                 kind = WaitKind.EDGE if inside else WaitKind.EXTERNAL_NODE
         self.waits[kind] += 1
+
+    def require_published(self, consumer: str | None = None) -> None:
+        """Check what ``wait`` checks and hold nothing back: for a consumer on the producer's own stream.
+
+        Raises:
+            HandoffError: as ``wait``.
+        """
+        consumer = self._declared(consumer)
+        last = self._of_this_step(consumer)
+        if self._streams.open_capture is None and not last.ran:
+            raise HandoffError(self._not_replayed(consumer, last))
+
+    def _not_replayed(self, consumer: str, last: _Publication) -> str:
+        return f"{self._who(consumer)}: published in {last.source!r}, which was not replayed since, so nothing has run"
 
     def _declared(self, consumer: str | None) -> str:
         if consumer is None:

@@ -87,7 +87,7 @@ class Cut:
                 pools.recurrent[layer] = state[:, :, :heads].clone()
                 pools.conv[layer] = pools.conv[layer][:, : 3 * heads * kda.head_dim].clone()
         pools.poison()
-        builder = StepInputsBuilder(8, kda.conv_size if kda is not None else 0, kpool, 0, CPU)
+        builder = StepInputsBuilder(8, kda.conv_size if kda is not None else 0, kpool, 0)
         step = builder.build([Chunk("r", 0, TOKENS, (1, 2, 3), 1, False, False)], [5] * TOKENS)
         attention = PagedLatentAttention(layout=layout, scale=self.config.mla.softmax_scale, groups=())
         caches = tuple(pools.layer(i) for i in range(self.config.num_layers))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sidestream.streams.backend import Stream
-from sidestream.streams.simulated.graph import DeviceError, SimEvent, SimGraph, SimStream
+from sidestream.streams.simulated.graph import REUSE, DeviceError, SimEvent, SimGraph, SimStream
 from sidestream.streams.simulated.hazards import Hazard, HazardError, HazardLog, Touch
 from sidestream.streams.simulated.memory import Allocator, Block, Pool, Storage, whole_of
 from sidestream.streams.simulated.schedule import Node, Order, Run, Scheduler
@@ -80,7 +80,7 @@ class DeviceCore:
         if block.graph is not graph or (block.graph is not None and graph is None):
             return  # memory of another graph, or released in a capture: reused by replays only, or later
         whole = (Touch(block, whole_of(block), True, block.tenant),)
-        label = "reuse of released memory"
+        label = REUSE
         poison, data = block.poison, block.data
 
         def run(rows: object) -> None:
@@ -168,6 +168,7 @@ class DeviceCore:
     # Events
 
     def record(self, event: SimEvent) -> None:
+        self.collect()  # what was released before the mark is spoiled before it
         stream, graph, site = self.current, self.current.recording, here()
         event.place = site
         if graph is None:

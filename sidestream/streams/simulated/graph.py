@@ -11,6 +11,10 @@ from sidestream.streams.simulated.schedule import Node, Run
 from sidestream.streams.simulated.site import Site
 
 
+REUSE = "reuse of released memory"
+"""Label of what overwrites released memory: work of the simulation that no CUDA graph would hold."""
+
+
 class DeviceError(RuntimeError):
     """What CUDA would answer."""
 
@@ -116,7 +120,7 @@ class SimGraph:
                 joined.add(index)
                 stack.extend(self.ops[index].deps)
         ends = {index for frontier in self.frontiers.values() for index in frontier}
-        return [self.ops[index] for index in sorted(ends - joined)]
+        return [self.ops[index] for index in sorted(ends - joined) if self.ops[index].label != REUSE]
 
     def close(self) -> None:
         """No stream records any more."""

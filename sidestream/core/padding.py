@@ -12,5 +12,5 @@ def true_rows(x: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def pad_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """x [T, D] -> [rows, D], zeros behind: finite, whatever comes next."""
-    return x if x.shape[0] == rows else F.pad(x, (0, 0, 0, rows - x.shape[0]))
+    """x [T, ..] -> [rows, ..], zeros behind: finite, whatever comes next."""
+    return x if x.shape[0] == rows else F.pad(x, (0, 0) * (x.dim() - 1) + (0, rows - x.shape[0]))

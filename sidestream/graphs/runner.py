@@ -1,0 +1,97 @@
+"""Captures a model's steps shape by shape and replays them; one memory pool, static buffers shared by all shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sidestream.core.cudagraph_mode import CUDAGraphMode
+from sidestream.core.step_inputs import StepInputs
+from sidestream.graphs.breakable import BreakableCUDAGraphCapture, check_addresses
+from sidestream.graphs.dispatch import StepPlan
+from sidestream.graphs.static_buffers import StaticBuffers
+from sidestream.streams import Capture, Streams
+
+Forward = Callable[[], torch.Tensor]
+"""Runs the model in the current forward context; [Tp, hidden]."""
+
+
+@dataclass(frozen=True, slots=True)
+class _FullGraph:
+    capture: Capture
+    addresses: dict[str, int]
+
+
+class GraphRunner:
+    """Captured steps of one model.
+
+    Args:
+        streams: of the device.
+        buffers: static memory for what crosses breaks, and for results.
+        debug: at each replay check that no input moved, and poison every static buffer before it, so that whatever a
+            replay fails to write is NaN downstream.
+    """
+
+    def __init__(self, streams: Streams, buffers: StaticBuffers, *, debug: bool = False) -> None:
+        self.buffers = buffers
+        self.debug = debug
+        self._streams = streams
+        self._pool = streams.backend.new_pool()
+        self._captured: dict[StepPlan, BreakableCUDAGraphCapture | _FullGraph] = {}
+
+    @property
+    def captured(self) -> tuple[StepPlan, ...]:
+        """Shapes that have a graph, in order of capture."""
+        return tuple(self._captured)
+
+    def capture_of(self, plan: StepPlan) -> BreakableCUDAGraphCapture | Capture:
+        """The graph, or the segments and breaks, of a shape."""
+        captured = self._captured[plan]
+        return captured.capture if isinstance(captured, _FullGraph) else captured
+
+    def capture(self, plan: StepPlan, forward: Forward, inputs: StepInputs) -> None:
+        """Capture one shape on the current stream; the step before it must have run the same shape without a graph,
+        which makes static buffers, compiles kernels and creates constants.
+
+        Args:
+            inputs: of a step on scratch memory, at the addresses that all steps of the shape will use.
+        """
+        assert plan not in self._captured, f"{plan} is captured already"
+        name = f"{plan.mode.value} graph of {plan.key.tokens} tokens{', uniform' if plan.key.uniform else ''}"
+        static = inputs.static_tensors()
+        self.buffers.freeze()
+        try:
+            if plan.mode is CUDAGraphMode.FULL:
+                with self._streams.capture(name, pool=self._pool) as graph:
+                    self._keep(forward())
+                graph.replay()
+                addresses = {key: tensor.data_ptr() for key, tensor in static.items()}
+                self._captured[plan] = _FullGraph(graph, addresses)
+            else:
+                with BreakableCUDAGraphCapture(self._streams, name, pool=self._pool, inputs=static) as pieces:
+                    self._keep(forward())
+                self._captured[plan] = pieces
+        finally:
+            self.buffers.thaw()
+
+    def warm_up(self, forward: Forward) -> torch.Tensor:
+        """Run a step without a graph in the same static buffers."""
+        return self._keep(forward())
+
+    def replay(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor:
+        """Run the captured step; [Tp, hidden], valid until the next step."""
+        captured = self._captured[plan]
+        if self.debug:
+            self.buffers.poison()
+        if isinstance(captured, _FullGraph):
+            if self.debug:
+                check_addresses(captured.capture.name, captured.addresses, inputs.static_tensors())
+            captured.capture.replay()
+        else:
+            captured.replay(inputs.static_tensors() if self.debug else None)
+        return self.buffers.existing("hidden states", plan.key.tokens)
+
+    def _keep(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.buffers.hold("hidden states", hidden)

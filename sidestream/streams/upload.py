@@ -1,0 +1,79 @@
+"""A step's host integers on their way to the device: one asynchronous copy, always to the same place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sidestream.errors import CapacityError
+from sidestream.streams.backend import StreamBackend
+
+_ALIGN = 2
+"""int64 elements: every array starts on 16 bytes, the widest access of a GPU thread."""
+
+
+class PackedUpload:
+    """Packs int64 arrays into page-locked memory and copies them to the device in one go.
+
+    Arrays land one behind the other, so an array's address depends on the sizes of those before it and on nothing
+    else: the same shapes in the same order lie at the same addresses in every step, as captured graphs need. What the
+    last call placed is overwritten, in stream order.
+
+    Args:
+        capacity: int64 elements, padding of 16 bytes an array included; see ``elements``.
+        depth: page-locked buffers used in turn. The host waits only if the copy ``depth`` calls ago is still to run.
+    """
+
+    def __init__(self, backend: StreamBackend, capacity: int, *, depth: int = 2) -> None:
+        self._backend = backend
+        self._device = torch.zeros(capacity, dtype=torch.int64, device=backend.device)
+        self._hosts = [backend.host_buffer((capacity,), dtype=torch.int64) for _ in range(depth)]
+        self._copied = [backend.new_event(external=False) for _ in range(depth)]
+        self._calls = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes."""
+        return self._device.numel() * self._device.itemsize
+
+    @staticmethod
+    def elements(sizes: Sequence[int]) -> int:
+        """Capacity that arrays of these sizes need."""
+        return sum(_aligned(size) for size in sizes)
+
+    def place(self, arrays: Sequence[npt.NDArray[np.int64]]) -> list[torch.Tensor]:
+        """Copy the arrays to the device on the current stream; the tensors, of equal shapes.
+
+        Raises:
+            CapacityError: they do not fit.
+        """
+        starts, end = [], 0
+        for array in arrays:
+            starts.append(end)
+            end += _aligned(array.size)
+        if end > self._device.numel():
+            raise CapacityError(
+                f"a step's index tensors need {end} elements, and {self._device.numel()} were set aside for them"
+            )
+        packed = np.zeros(end, dtype=np.int64)
+        for start, array in zip(starts, arrays, strict=True):
+            packed[start : start + array.size] = array.reshape(-1)
+        turn = self._calls % len(self._hosts)
+        host, copied = self._hosts[turn], self._copied[turn]
+        if self._calls >= len(self._hosts):
+            self._backend.synchronize_event(copied)
+        self._calls += 1
+        host[:end].copy_(torch.from_numpy(packed))
+        self._device[:end].copy_(host[:end], non_blocking=True)
+        self._backend.record(copied)
+        return [
+            self._device[start : start + array.size].view(array.shape)
+            for start, array in zip(starts, arrays, strict=True)
+        ]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
