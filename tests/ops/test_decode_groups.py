@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sidestream.core.segment import Segment
-from sidestream.ops.decode_groups import decode_length, group_decodes
+from sidestream.ops.decode_groups import DEVICE_SCRATCH_BYTES, SCRATCH_BYTES, decode_length, group_decodes, scratch_of
 
 
 @given(st.lists(st.integers(0, 100_000), max_size=40), st.integers(1, 4096))
@@ -39,3 +40,10 @@ def test_decodes_must_form_one_dense_batch(second: Segment) -> None:
     with pytest.raises(AssertionError, match="decode segment 1"):
         decode_length([first, second], 2)
     assert decode_length([], 0) == 0
+
+
+def test_scratch_follows_the_device_unless_it_is_given() -> None:
+    host, elsewhere = torch.zeros(1), torch.zeros(1, device="meta")
+    assert scratch_of(host, None) == SCRATCH_BYTES
+    assert scratch_of(elsewhere, None) == DEVICE_SCRATCH_BYTES > SCRATCH_BYTES
+    assert scratch_of(host, 0) == scratch_of(elsewhere, 0) == 0

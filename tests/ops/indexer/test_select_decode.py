@@ -106,6 +106,17 @@ def test_tables_too_small_for_more_than_is_taken(kpool: int, longest: int) -> No
     assert [int((row >= 0).sum()) for row in got] == [longest, 1, 2, 0]
 
 
+def test_a_table_with_room_for_one_entry_more_than_is_taken() -> None:
+    step = make_paged_decode([16, 16, 16, 9, 0], block_size=8)
+    keys, (q, weights) = step.paged.poisoned_keys(DIM, 8), draw(5)
+    keys.view(-1, DIM)[step.paged.entry_rows(0, torch.tensor([0]), 8)] = 0.0
+    weights, q = weights.abs(), q.abs()
+    keys.view(-1, DIM)[step.paged.entry_rows(0, torch.tensor([1]), 8)] = 1.0
+    got = run(step, q, weights, keys, kpool=8)
+    assert torch.equal(got, truth(step, q, weights, keys, kpool=8))
+    assert got[0].tolist() == [*range(8, 16), *[-1] * 7]
+
+
 @pytest.mark.parametrize("kpool", [1, 2, 4])
 @pytest.mark.parametrize("equal", [False, True])
 def test_equals_select_topk_where_scores_are_exact(kpool: int, equal: bool) -> None:

@@ -1,0 +1,330 @@
+"""One call or more of every operator: for tests that hold for all of them.
+
+Arguments of one case and different seeds differ in values only, so that one capture can run them all. What no row may
+see is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from sidestream.core.segment import Segment
+from sidestream.ops import dense_mla, hyper_connection, index_map, indexer, kda, kv_rows, moe, norm, rope, sparse_mla
+from sidestream.ops import topk as topk_ops
+from tests.ops.operator_case import Arguments, Case
+from tests.ops.uniform_step import BLOCK, COLUMNS, ROWS, SLOTS, TOPK, TRUE_ROWS, Step
+
+HEADS, DIM, LATENT, HIDDEN = 3, 12, 32, 24
+MODULES = (dense_mla, hyper_connection, index_map, indexer, kda, kv_rows, moe, norm, rope, sparse_mla, topk_ops)
+"""Importing them is what fills ``OPERATORS``."""
+
+
+def norm_case(name: str, dtype: torch.dtype) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        step = Step(seed)
+        x, weight = step.randn(ROWS, HEADS, DIM, dtype=dtype), step.randn(DIM, dtype=dtype)
+        if name == "layer_norm":
+            return {"x": x, "weight": weight, "bias": step.randn(DIM, dtype=dtype), "eps": 1e-5}
+        if name == "gated_rms_norm":
+            return {"x": x, "gate": step.randn(ROWS, HEADS, DIM, dtype=dtype), "weight": weight, "eps": 1e-5}
+        return {"x": x, "weight": weight, "eps": 1e-5}
+
+    return make
+
+
+def rope_case(interleaved: bool, dtype: torch.dtype) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        step = Step(seed)
+        angles = step.positions[:, None] * torch.tensor([1.0, 0.3, 0.02])
+        x = step.randn(ROWS, HEADS, 6, dtype=dtype)
+        return {"x": x, "cos": angles.cos(), "sin": angles.sin(), "interleaved": interleaved}
+
+    return make
+
+
+def pre_case(dtype: torch.dtype) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        step, streams = Step(seed), 4
+        rows = (2 + streams) * streams
+        return {
+            "streams": step.randn(ROWS, streams, HIDDEN, dtype=dtype),
+            "fn": step.randn(rows, streams * HIDDEN) / 10,
+            "base": step.randn(rows),
+            "norm_weight": step.randn(2, HIDDEN).to(dtype),
+            "norm_eps": 1e-5,
+            "eps": 1e-6,
+            "iters": 4,
+        }
+
+    return make
+
+
+def post_case(dtype: torch.dtype) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        step = Step(seed)
+        streams, output = step.randn(ROWS, 4, HIDDEN, dtype=dtype), step.randn(ROWS, HIDDEN, dtype=dtype)
+        return {"streams": streams, "output": output, "post": step.rand(ROWS, 4, 1), "mix": step.rand(ROWS, 4, 4)}
+
+    return make
+
+
+def conv_case(rollback: int, dtype: torch.dtype) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        step, length = Step(seed), 3 + rollback
+        state = step.randn(SLOTS * length, DIM, dtype=dtype)
+        state[:length] = torch.nan  # scratch
+        weight = step.randn(4, DIM).t()
+        return {"x": step.randn(ROWS, DIM, dtype=dtype), "state": state, "weight": weight, "plan": step.ring(4, length)}
+
+    return make
+
+
+def gate_case(lower_bound: float | None) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        step = Step(seed)
+        bias, rate = step.randn(HEADS * DIM), step.randn(HEADS)
+        return {"f": step.randn(ROWS, HEADS * DIM), "dt_bias": bias, "A_log": rate, "lower_bound": lower_bound}
+
+    return make
+
+
+def recurrent_case(tokens: int, versions: int) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        step, width = Step(seed), 8
+        q, k = step.randn(2, ROWS, tokens, HEADS, DIM).unbind(0)
+        state = step.randn(SLOTS, versions, HEADS, DIM, width)
+        state[0] = torch.nan
+        return {
+            "q": q,
+            "k": k,
+            "v": step.randn(ROWS, tokens, HEADS, width),
+            "g": -step.rand(ROWS, tokens, HEADS, DIM),
+            "beta": step.rand(ROWS, tokens, HEADS),
+            "state": state,
+            "slots": step.slots,
+            "start": step.positions,
+        }
+
+    return make
+
+
+def chunked_case(seed: int) -> Arguments:
+    step, lengths = Step(seed), (9, 2)
+    tokens = sum(lengths)
+    q, k = step.randn(2, tokens, HEADS, DIM).unbind(0)
+    made = {"q": q, "k": k, "v": step.randn(tokens, HEADS, 8), "g": -step.rand(tokens, HEADS, DIM)}
+    beta, state = step.rand(tokens, HEADS), step.randn(SLOTS, 1, HEADS, DIM, 8)
+    return {**made, "beta": beta, "state": state, "slots": (4, 2), "starts": (3, 0), "lengths": lengths}
+
+
+def entries_of(step: Step, kpool: int) -> torch.Tensor:
+    """Where each row's pool key goes; scratch for rows that complete none."""
+    complete = (step.context_lens % kpool == 0) & (step.context_lens > 0)
+    place = step.block_table[torch.arange(ROWS), step.positions // BLOCK] * BLOCK + step.positions % BLOCK
+    return torch.where(complete, place // kpool, 0)
+
+
+def write_keys_case(seed: int) -> Arguments:
+    step = Step(seed)
+    return {"keys_flat": step.pool(DIM, kpool=4), "rows": entries_of(step, 4), "k": step.randn(ROWS, DIM)}
+
+
+def pool_keys_case(seed: int) -> Arguments:
+    step = Step(seed)
+    k, gate = step.randn(2, ROWS, DIM).unbind(0)
+    tail = step.randn(SLOTS * 3, 2 * DIM)
+    tail[:3] = torch.nan
+    return {
+        "k": k,
+        "gate": gate,
+        "ape": step.randn(4, DIM),
+        "tail": tail,
+        "plan": step.ring(4, 3),
+        "pools": torch.arange(ROWS),
+    }
+
+
+def scores_case(seed: int) -> Arguments:
+    step = Step(seed)
+    q, weights, keys = step.randn(ROWS, 4, DIM), step.randn(ROWS, 4), step.randn(30, DIM)
+    return {"q": q, "weights": weights, "keys": keys, "scale": 0.3}
+
+
+def topk_case(size: int) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        step = Step(seed)
+        scores = step.randn(ROWS, size).round(decimals=1)
+        return {"scores": scores, "valid": step.context_lens * size // (COLUMNS * BLOCK), "k": TOPK}
+
+    return make
+
+
+def select_case(kpool: int, dtype: torch.dtype) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        step = Step(seed)
+        return {
+            "q": step.randn(ROWS, 16, DIM, dtype=dtype),
+            "weights": step.randn(ROWS, 16),
+            "keys": step.pool(DIM, kpool=kpool, dtype=dtype).view(step.num_blocks, -1, DIM),
+            "block_table": step.block_table,
+            "context_lens": step.context_lens,
+            "topk": TOPK,
+            "kpool": kpool,
+            "scale": 0.3,
+            "out": torch.zeros(ROWS, TOPK + kpool - 1, dtype=torch.int32),
+        }
+
+    return make
+
+
+def segments_of(step: Step) -> tuple[Segment, ...]:
+    return tuple(Segment(i, 1, i, int(step.positions[i])) for i in range(TRUE_ROWS))
+
+
+def select_mixed_case(seed: int) -> Arguments:
+    step, made = Step(seed), select_case(4, torch.float32)(seed)
+    del made["context_lens"]
+    out = made.pop("out")
+    positions = step.positions[:TRUE_ROWS]
+    made |= {"q": made["q"][:TRUE_ROWS], "weights": made["weights"][:TRUE_ROWS], "positions": positions}
+    return {**made, "segments": segments_of(step), "num_decode": TRUE_ROWS, "out": out}
+
+
+def map_case(seed: int) -> Arguments:
+    step = Step(seed)
+    logical = step.selection()
+    return {
+        "logical": logical,
+        "block_table": step.block_table,
+        "token_rows": torch.arange(ROWS),
+        "block_size": BLOCK,
+        "out": torch.zeros(*logical.shape, dtype=torch.int64),
+        "counts": torch.full((ROWS,), 99, dtype=torch.int32),
+    }
+
+
+def layout_of(name: str) -> kv_rows.KVRowLayout:
+    rope_dim = 0 if name == "mxfp8" else 4
+    return kv_rows.kv_row_layout(name, latent_dim=LATENT, rope_dim=rope_dim, model_dtype=torch.float32)
+
+
+def packed_pool(step: Step, layout: kv_rows.KVRowLayout) -> torch.Tensor:
+    plain = step.pool(LATENT + layout.rope_dim)
+    return kv_rows.pack_rows(plain[:, :LATENT], plain[:, LATENT:] if layout.rope_dim else None, layout)
+
+
+def write_rows_case(name: str) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        step, layout = Step(seed), layout_of(name)
+        place = step.block_table[torch.arange(ROWS), step.positions // BLOCK] * BLOCK + step.positions % BLOCK
+        rope_key = step.randn(ROWS, layout.rope_dim) if layout.rope_dim else None
+        pool, latent = packed_pool(step, layout), step.randn(ROWS, LATENT)
+        return {"pool": pool, "rows_index": place, "latent": latent, "rope": rope_key, "layout": layout}
+
+    return make
+
+
+def sparse_case(name: str) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        step, layout = Step(seed), layout_of(name)
+        chosen = step.selection()
+        rows = torch.full(chosen.shape, -1, dtype=torch.int64)
+        for row in range(ROWS):
+            count = int((chosen[row] >= 0).sum())
+            rows[row, :count] = step.rows(row, chosen[row, :count].long())
+        q = step.randn(ROWS, HEADS, LATENT + layout.rope_dim)
+        counts, pool = (rows >= 0).sum(dim=1, dtype=torch.int32), packed_pool(step, layout)
+        return {"q": q, "pool": pool, "rows": rows, "counts": counts, "scale": 0.2, "layout": layout}
+
+    return make
+
+
+def dense_case(name: str) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        step, layout = Step(seed), layout_of(name)
+        q, pool = step.randn(ROWS, HEADS, LATENT + layout.rope_dim), packed_pool(step, layout)
+        made = {"q": q, "pool": pool, "block_table": step.block_table, "context_lens": step.context_lens}
+        return {**made, "block_size": BLOCK, "scale": 0.2, "layout": layout}
+
+    return make
+
+
+def dense_mixed_case(seed: int) -> Arguments:
+    made = dense_case("auto")(seed)
+    del made["context_lens"]
+    return {**made, "q": made["q"][:TRUE_ROWS], "segments": segments_of(Step(seed)), "num_decode": TRUE_ROWS}
+
+
+def route_case(num_groups: int, topk_groups: int) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        step = Step(seed)
+        choice = {"top_k": 3, "num_groups": num_groups, "topk_groups": topk_groups}
+        x, weight, bias = step.randn(ROWS, HIDDEN), step.randn(8, HIDDEN), step.randn(8).round(decimals=1)
+        return {"x": x, "weight": weight, "bias": bias, **choice, "norm_topk_prob": True, "scale": 2.5}
+
+    return make
+
+
+def experts_case(dtype: torch.dtype, num_shared: int) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        step, total = Step(seed), 8 + num_shared
+        ids = step.rand(ROWS, 8).argsort(dim=1)[:, :3].contiguous()
+        return {
+            "x": step.randn(ROWS, HIDDEN, dtype=dtype),
+            "w13": step.randn(total, 32, HIDDEN, dtype=dtype),
+            "w2": step.randn(total, HIDDEN, 16, dtype=dtype),
+            "weights": step.rand(ROWS, 3),
+            "ids": ids,
+            "num_shared": num_shared,
+            "swiglu_limit": 2.0,
+        }
+
+    return make
+
+
+def swiglu_case(limit: float | None) -> Callable[[int], Arguments]:
+    return lambda seed: {"gate_up": Step(seed).randn(ROWS, 2 * DIM), "limit": limit}
+
+
+def _cases() -> Iterator[Case]:
+    short = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+    for dtype, name in short.items():
+        for which in ("rms_norm", "layer_norm", "gated_rms_norm"):
+            yield Case(f"norm.{which}", name, norm_case(which, dtype))
+        for interleaved in (True, False):
+            variant = f"{name}-{'pairs' if interleaved else 'halves'}"
+            yield Case("rope.apply_rope", variant, rope_case(interleaved, dtype))
+        yield Case("hyper_connection.hyper_connection_pre", name, pre_case(dtype))
+        yield Case("hyper_connection.hyper_connection_post", name, post_case(dtype))
+        for kpool in (1, 4):
+            yield Case("indexer.select_topk_decode", f"{name}-kpool{kpool}", select_case(kpool, dtype))
+        for num_shared in (0, 1, 2):
+            yield Case("moe.experts", f"{name}-shared{num_shared}", experts_case(dtype, num_shared))
+        for rollback in (0, 2):
+            yield Case("kda.short_conv", f"{name}-rollback{rollback}", conv_case(rollback, dtype))
+    for bound in (None, -5.0):
+        yield Case("kda.gate", f"bound{bound}", gate_case(bound))
+    for tokens, versions in ((1, 1), (1, 3), (2, 3)):
+        yield Case("kda.recurrent", f"{tokens}of{versions}", recurrent_case(tokens, versions))
+    yield Case("kda.chunked", "", chunked_case, captured=False)
+    yield Case("indexer.write_keys", "", write_keys_case)
+    yield Case("indexer.pool_keys", "", pool_keys_case)
+    yield Case("indexer.index_scores", "", scores_case)
+    yield Case("indexer.select_topk", "", select_mixed_case, captured=False)
+    for size in (40, 400):
+        yield Case("topk.topk_ascending", str(size), topk_case(size))
+    yield Case("index_map.logical_to_physical", "", map_case)
+    for layout in kv_rows.KV_ROW_LAYOUTS:
+        yield Case("kv_rows.write_rows", layout, write_rows_case(layout))
+        yield Case("sparse_mla.sparse_mla", layout, sparse_case(layout))
+        yield Case("dense_mla.dense_mla_decode", layout, dense_case(layout))
+    yield Case("dense_mla.dense_mla", "", dense_mixed_case, captured=False)
+    for num_groups, topk_groups in ((1, 1), (4, 2)):
+        yield Case("moe.route", f"{num_groups}-{topk_groups}", route_case(num_groups, topk_groups))
+    for limit in (None, 0.7):
+        yield Case("moe.swiglu", f"limit{limit}", swiglu_case(limit))
+
+
+CASES = tuple(_cases())
