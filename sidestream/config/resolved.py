@@ -82,7 +82,7 @@ def resolve(user: EngineConfig, model: ModelConfig, *, cuda_available: bool, dev
     _one_of("dtype", dtype, DTYPES)
     _one_of("load_format", user.load_format, LOAD_FORMATS)
     _one_of("kv_cache_dtype", user.kv_cache_dtype, KV_CACHE_DTYPES)
-    mode = _cudagraph_mode(user.cudagraph_mode, device)
+    mode = resolve_cudagraph_mode(user.cudagraph_mode, device)
     policy = None if user.stream_policy == "auto" else user.stream_policy
     if policy is not None:
         _one_of("stream_policy", policy, STREAM_POLICIES, auto=True)
@@ -163,7 +163,8 @@ def parse_memory(limit: int | float | str | None, device_memory: int) -> int:
     return limit
 
 
-def _cudagraph_mode(asked: object, device: str) -> str:
+def resolve_cudagraph_mode(asked: object, device: str) -> str:
+    """One of ``CUDAGRAPH_MODES`` for a device; ConfigError if it cannot run there."""
     mode = asked.lower() if isinstance(asked, str) else asked
     if mode == "auto":
         return "none" if device == "cpu" else "full_and_piecewise"

@@ -16,7 +16,7 @@ from sidestream.cache.groups import CacheGroups, plan_cache_groups
 from sidestream.cache.pools import CachePools
 from sidestream.config.engine import EngineConfig
 from sidestream.config.model import AttentionKind, IndexerKind, ModelConfig
-from sidestream.config.resolved import ResolvedConfig, resolve
+from sidestream.config.resolved import ResolvedConfig, resolve, resolve_cudagraph_mode
 from sidestream.engine.runner import ModelRunner, StepGraphs
 from sidestream.errors import CapacityError
 from sidestream.graphs.dispatch import GraphDispatcher
@@ -53,6 +53,7 @@ class BuiltEngine:
     """
 
     config: ResolvedConfig
+    model: DecoderModel
     runner: ModelRunner
     pools: CachePools
     load_report: LoadReport
@@ -80,12 +81,7 @@ def build_engine(
     )
     backend = open_backend(config.device) if backend is None else backend
     device, dtype = backend.device, getattr(torch, config.dtype)
-    layout = kv_row_layout(
-        config.kv_cache_dtype,
-        latent_dim=model_config.mla.kv_lora_rank,
-        rope_dim=model_config.mla.qk_rope_head_dim,
-        model_dtype=dtype,
-    )
+    layout = _row_layout(config)
     groups = plan_cache_groups(
         model_config,
         block_size=config.block_size,
@@ -99,15 +95,10 @@ def build_engine(
     model, report = load_model(folder, config, device=device, dtype=dtype)
     assert _bytes_of(model) == weights, f"the weights take {_bytes_of(model)} bytes, {weights} were foreseen"
     pools = CachePools(groups, num_blocks, num_slots, device=device)
-    policy = None if config.stream_policy is None else Policy(config.stream_policy)
-    streams = Streams(backend, policy=policy)
-    with backend.use(streams.compute):
-        runner = wire_runner(
-            model, config, pools, streams=streams, layout=layout, max_model_len=max_model_len, weight_bytes=weights
-        )
-        runner.capture()
+    runner = start_runner(model, config, pools, backend=backend, max_model_len=max_model_len, weight_bytes=weights)
     return BuiltEngine(
         config=config,
+        model=model,
         runner=runner,
         pools=pools,
         load_report=report,
@@ -120,6 +111,50 @@ def build_engine(
         num_blocks=num_blocks,
         num_slots=num_slots,
         max_model_len=max_model_len,
+    )
+
+
+def in_graph_mode(built: BuiltEngine, cudagraph_mode: str) -> BuiltEngine:
+    """An engine over the same weights and pools that runs its steps in another mode; use one of them at a time."""
+    config = replace(built.config, cudagraph_mode=resolve_cudagraph_mode(cudagraph_mode, built.config.device))
+    runner = start_runner(
+        built.model,
+        config,
+        built.pools,
+        backend=built.runner.streams.backend,
+        max_model_len=built.max_model_len,
+        weight_bytes=built.ledger.weights,
+    )
+    return replace(built, config=config, runner=runner)
+
+
+def start_runner(
+    model: DecoderModel,
+    config: ResolvedConfig,
+    pools: CachePools,
+    *,
+    backend: StreamBackend,
+    max_model_len: int,
+    weight_bytes: int,
+) -> ModelRunner:
+    """Connect a model to its caches on streams of its own, and capture."""
+    policy = None if config.stream_policy is None else Policy(config.stream_policy)
+    streams = Streams(backend, policy=policy)
+    with backend.use(streams.compute):
+        runner = wire_runner(
+            model, config, pools, streams=streams, max_model_len=max_model_len, weight_bytes=weight_bytes
+        )
+        runner.capture()
+    return runner
+
+
+def _row_layout(config: ResolvedConfig) -> KVRowLayout:
+    mla = config.model.mla
+    return kv_row_layout(
+        config.kv_cache_dtype,
+        latent_dim=mla.kv_lora_rank,
+        rope_dim=mla.qk_rope_head_dim,
+        model_dtype=getattr(torch, config.dtype),
     )
 
 
@@ -196,7 +231,6 @@ def wire_runner(
     pools: CachePools,
     *,
     streams: Streams,
-    layout: KVRowLayout,
     max_model_len: int,
     weight_bytes: int,
 ) -> ModelRunner:
@@ -215,7 +249,7 @@ def wire_runner(
         upload = PackedUpload(streams.backend, capacity)
         builder = replace(builder, place=upload.place, capturable=True)
     attention = PagedLatentAttention(
-        layout=layout,
+        layout=_row_layout(config),
         scale=model_config.mla.softmax_scale,
         groups=index_groups(config, streams, max_model_len=max_model_len),
     )

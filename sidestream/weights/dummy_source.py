@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -22,6 +23,10 @@ _ZEROS = {
     "hc_attn_base",
     "hc_ffn_base",
 }
+_THREADS = ThreadPoolExecutor(thread_name_prefix="dummy-weights")
+"""Draws chunks of a tensor beside each other; torch lets go of the interpreter while it draws."""
+_AHEAD = 64
+"""Chunks drawn before they are copied: 256 MiB."""
 _ONES = {"hc_attn_scale", "hc_ffn_scale"}
 
 
@@ -52,17 +57,22 @@ class DummySource:
         dim, start = (0, 0) if shard is None else (shard.dim, shard.rank * local.shape[shard.dim])
         stop = start + local.shape[dim]
         chunk_rows = max(1, _CHUNK_ELEMENTS // max(1, math.prod(shape[1:])))
-        for first in range(0, shape[0], chunk_rows):
+        firsts = range(0, shape[0], chunk_rows)
+        if dim == 0:  # every chunk has a seed of its own, so those of other ranks need not be drawn
+            firsts = range(start // chunk_rows * chunk_rows, stop, chunk_rows)
+
+        def draw(first: int) -> tuple[int, torch.Tensor]:
             last = min(first + chunk_rows, shape[0])
-            low, high = (max(first, start), min(last, stop)) if dim == 0 else (first, last)
-            if low >= high:
-                continue  # every chunk has a seed of its own, so those of other ranks need not be drawn
             generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed}/{name}/{first}".encode()))
             chunk = torch.empty(last - first, *shape[1:]).normal_(0.0, _STD, generator=generator)
             if dim == 0:
-                local[low - start : high - start].copy_(chunk[low - first : high - first])
-            else:
-                local[first:last].copy_(chunk.narrow(dim, start, stop - start))
+                low, high = max(first, start), min(last, stop)
+                return low - start, chunk[low - first : high - first].to(out.dtype)
+            return first, chunk.narrow(dim, start, stop - start).to(out.dtype)
+
+        for batch in (firsts[i : i + _AHEAD] for i in range(0, len(firsts), _AHEAD)):
+            for place, rows in map(draw, batch) if len(batch) < 2 else _THREADS.map(draw, batch):
+                local[place : place + rows.shape[0]].copy_(rows)
 
     def finish(self) -> LoadReport:
         return LoadReport(tuple(self._loaded), (), {})
