@@ -12,6 +12,8 @@ from sidestream.core.ring import RingPlan
 from sidestream.ops.operator import OPERATORS
 
 Arguments = dict[str, Any]
+Results = list[tuple[str, torch.Tensor]]
+"""What a call returned, then the arguments that it wrote."""
 
 
 @dataclass(frozen=True)
@@ -71,3 +73,33 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     if not a.dtype.is_floating_point:
         return torch.equal(a, b)
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+
+
+def results_of(case: Case, arguments: Arguments, returned: tuple[torch.Tensor, ...]) -> Results:
+    written = case.tensor_names()[1]
+    results = [(f"result {i}", tensor) for i, tensor in enumerate(returned)]
+    return results + [(name, tensor) for name, tensor in tensors_of(arguments) if name in written]
+
+
+def spoil(tensors: tuple[torch.Tensor, ...]) -> None:
+    """Fill with what no result is."""
+    for tensor in tensors:
+        tensor.fill_(torch.nan if tensor.dtype.is_floating_point else 0x7F)
+
+
+def overwrite(buffers: Arguments, values: Arguments) -> None:
+    """Other inputs in the same memory."""
+    for (_, buffer), (_, value) in zip(tensors_of(buffers), tensors_of(values), strict=True):
+        buffer.copy_(value)
+
+
+def rows_named(case: Case, arguments: Arguments, name: str, *, written: bool) -> torch.Tensor | None:
+    """Row numbers of an argument that may be touched, with repetitions. None if all may be."""
+    index_name = OPERATORS[case.operator].rows.get(name)
+    if index_name is None:
+        return None
+    index = arguments[index_name]
+    if isinstance(index, RingPlan):
+        index = index.keep_rows if written else torch.cat([index.keep_rows, index.carry_rows])
+    index = torch.as_tensor(index).reshape(-1).long()
+    return index[index >= 0]

@@ -8,15 +8,12 @@ import torch
 
 from sidestream.ops.operator import OPERATORS
 from sidestream.streams.simulated import Order
-from tests.ops.operator_case import Arguments, Case, call, map_tensors, same, tensors_of
+from tests.ops.operator_case import Arguments, Case, Results, call, map_tensors, overwrite, results_of, same, spoil
 from tests.ops.operator_cases import CASES
 from tests.streams.programs import Machine
 
 SEEDS = (0, 1)
-
-
 pytestmark = pytest.mark.usefixtures("torch_alone")
-Results = list[tuple[str, torch.Tensor]]
 
 
 def on_cpu(case: Case, arguments: Arguments) -> Results:
@@ -25,24 +22,13 @@ def on_cpu(case: Case, arguments: Arguments) -> Results:
     function = operator.implementations.get("sim", operator.implementations["cpu"])
     own = map_tensors(arguments, torch.clone)
     returned = call(function, own)
-    return named(case, own, returned)
-
-
-def named(case: Case, arguments: Arguments, returned: tuple[torch.Tensor, ...]) -> Results:
-    written = case.tensor_names()[1]
-    results = [(f"result {i}", tensor) for i, tensor in enumerate(returned)]
-    return results + [(name, tensor) for name, tensor in tensors_of(arguments) if name in written]
+    return results_of(case, own, returned)
 
 
 def check(got: Results, want: Results, when: str) -> None:
     assert [name for name, _ in got] == [name for name, _ in want]
     for (name, a), (_, b) in zip(got, want, strict=True):
         assert same(a.cpu(), b), f"{name} differs {when}"
-
-
-def spoil(tensors: tuple[torch.Tensor, ...]) -> None:
-    for tensor in tensors:
-        tensor.fill_(torch.nan if tensor.dtype.is_floating_point else 0x7F)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.captured], ids=lambda case: case.name)
@@ -56,16 +42,15 @@ def test_captured_equals_eager(case: Case) -> None:
     with m.on_compute():
         for arguments, results in zip(variants, want, strict=True):
             own = map_tensors(arguments, lambda tensor: tensor.to("sim"))
-            check(named(case, own, call(operator, own)), results, "eagerly")
+            check(results_of(case, own, call(operator, own)), results, "eagerly")
         buffers = map_tensors(variants[0], lambda tensor: tensor.to("sim"))
         with m.streams.capture(case.operator) as graph:
             returned = call(operator, buffers)
         for which in (0, 1, 0):
-            for (_, buffer), (_, value) in zip(tensors_of(buffers), tensors_of(variants[which]), strict=True):
-                buffer.copy_(value)
+            overwrite(buffers, variants[which])
             spoil(returned)
             graph.replay()
-            check(named(case, buffers, returned), want[which], f"in a replay of variant {which}")
+            check(results_of(case, buffers, returned), want[which], f"in a replay of variant {which}")
     m.backend.check()
 
 

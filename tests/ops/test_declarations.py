@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from sidestream.core.ring import RingPlan
 from sidestream.ops.operator import OPERATORS
-from tests.ops.operator_case import Arguments, Case, call, map_tensors, same, tensors_of
+from tests.ops.operator_case import Arguments, Case, call, map_tensors, rows_named, same, tensors_of
 from tests.ops.operator_cases import CASES
 
 pytestmark = pytest.mark.usefixtures("either_library")
@@ -26,17 +25,13 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def rows_named(case: Case, arguments: Arguments, name: str, *, written: bool) -> torch.Tensor | None:
-    """Mask over the first dimension of an argument: rows that may be touched. None if all may be."""
-    index_name = OPERATORS[case.operator].rows.get(name)
-    if index_name is None:
+def mask_of(case: Case, arguments: Arguments, name: str, *, written: bool) -> torch.Tensor | None:
+    """Over the first dimension of an argument: rows that may be touched. None if all may be."""
+    rows = rows_named(case, arguments, name, written=written)
+    if rows is None:
         return None
-    index = arguments[index_name]
-    if isinstance(index, RingPlan):
-        index = index.keep_rows if written else torch.cat([index.keep_rows, index.carry_rows])
-    index = torch.as_tensor(index).reshape(-1).long()
     mask = torch.zeros(arguments[name].shape[0], dtype=torch.bool)
-    mask[index[index >= 0]] = True
+    mask[rows] = True
     return mask
 
 
@@ -63,7 +58,7 @@ def test_only_what_is_declared_is_written(case: Case) -> None:
             if torch.equal(bits(now), bits(old)):
                 continue
             changed.add(name)
-            mask = rows_named(case, before, name, written=True)
+            mask = mask_of(case, before, name, written=True)
             if mask is not None:
                 assert torch.equal(bits(now[~mask]), bits(old[~mask])), f"rows of {name} that nothing named changed"
         assert changed == writes
@@ -78,7 +73,7 @@ def test_only_named_rows_are_read(case: Case) -> None:
     operator = OPERATORS[case.operator]
     for function in functions(case):
         clean, poisoned = case.make(0), case.make(0)
-        masks = {name: rows_named(case, poisoned, name, written=False) for name in operator.rows}
+        masks = {name: mask_of(case, poisoned, name, written=False) for name in operator.rows}
         for name, mask in masks.items():
             tensor = poisoned[name]
             tensor[~mask] = torch.nan if tensor.dtype.is_floating_point else 0x7F

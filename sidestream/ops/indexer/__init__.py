@@ -11,9 +11,12 @@ __all__ = ["Segment", "index_scores", "pool_keys", "select_topk", "select_topk_d
 write_keys = operator("indexer.write_keys", reads=("rows", "k"), writes=("keys_flat",), rows={"keys_flat": "rows"})(
     keys.write_keys
 )
-pool_keys = operator("indexer.pool_keys", reads=("k", "gate", "ape", "tail", "plan", "pools"), writes=("tail",))(
-    keys.pool_keys
-)
+pool_keys = operator(
+    "indexer.pool_keys",
+    reads=("k", "gate", "ape", "tail", "plan", "pools"),
+    writes=("tail",),
+    rows={"tail": "plan"},
+)(keys.pool_keys)
 index_scores = operator("indexer.index_scores", reads=("q", "weights", "keys"))(torch_impl.index_scores)
 select_topk = operator(
     "indexer.select_topk",
