@@ -63,6 +63,7 @@ class SparseMLAIndexGroup:
         decode_rows: rows of the persistent buffers. A step with more rows gets buffers of its own and resolves inline,
             on the compute stream: a prefill hides nothing by a second stream.
     Attributes:
+        resolver: may be exchanged between steps, not under a full graph, which holds what it was captured with.
         logical_topk_ready: published by the leader's indexer, awaited by the conversion.
         physical_topk_ready: published by the conversion, awaited by the first layer that attends.
     """
@@ -94,7 +95,7 @@ class SparseMLAIndexGroup:
         self._streams = streams
         self._side = side
         self._width = width
-        self._resolver = resolver
+        self.resolver = resolver
         self._decode_buffers = self._buffers(decode_rows)
         self._step = self._decode_buffers
         self._rows = 0
@@ -141,11 +142,11 @@ class SparseMLAIndexGroup:
         if not self._resolved:
             if self.inline:
                 self.logical_topk_ready.require_published()
-                self._resolver.resolve(logical, inputs, physical=physical, counts=counts)
+                self.resolver.resolve(logical, inputs, physical=physical, counts=counts)
             else:
                 with self._streams.backend.use(self._side):
                     self.logical_topk_ready.wait()
-                    self._resolver.resolve(logical, inputs, physical=physical, counts=counts)
+                    self.resolver.resolve(logical, inputs, physical=physical, counts=counts)
                     self.physical_topk_ready.publish()
                 self.physical_topk_ready.wait()
             self._resolved = True

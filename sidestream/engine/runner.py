@@ -38,6 +38,7 @@ class ModelRunner:
 
     Attributes:
         streams: of the device; work on what a step returns belongs on ``streams.compute`` (see ``on_device``).
+        attention: with its index groups, for reports.
         graphs: for reports: steps by mode, fallbacks by reason.
     """
 
@@ -54,7 +55,7 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._caches = caches
-        self._attention = attention
+        self.attention = attention
         self._builder = builder
         self._weight_bytes = weight_bytes
         self.streams = streams
@@ -111,14 +112,14 @@ class ModelRunner:
     def _context(
         self, inputs: StepInputs, mode: CUDAGraphMode, *, buffers: bool = False
     ) -> AbstractContextManager[ForwardContext]:
-        self._attention.begin_step(inputs.mixer_rows)
+        self.attention.begin_step(inputs.mixer_rows)
         pieces = buffers and mode is CUDAGraphMode.PIECEWISE and self.graphs is not None
         return forward_context(
             ForwardContext(
                 inputs=inputs,
                 caches=self._caches,
-                attention=self._attention,
-                index_sink=self._attention,
+                attention=self.attention,
+                index_sink=self.attention,
                 mode=mode,
                 boundary=self.graphs.runner.buffers if pieces and self.graphs is not None else None,
             )
