@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
+from sidestream.ops.decode_groups import scratch_of
 from sidestream.ops.moe.torch_impl import fits_grouped_mm, grouped_experts, swiglu
 
 
@@ -42,10 +43,21 @@ def grouped(
     """``experts`` with rows sorted by expert (stable) and group ends that stay on the device."""
     num_experts = w13.shape[0] - num_shared
     chosen = grouped_experts(x, w13[:num_experts], w2[:num_experts], ids, swiglu_limit)
-    total = torch.bmm(weights.unsqueeze(1), chosen.float()).squeeze(1)
+    total = weighted_sum(chosen, weights, scratch_bytes=scratch_of(x, None))
     for expert in range(num_experts, w13.shape[0]):
         total += _through(x, w13[expert], w2[expert], swiglu_limit)
     return total.to(x.dtype)
+
+
+def weighted_sum(chosen: torch.Tensor, weights: torch.Tensor, *, scratch_bytes: int) -> torch.Tensor:
+    """[T, H] fp32 from chosen [T, top_k, H] and weights [T, top_k] fp32; ``scratch_bytes`` bound the fp32 copies."""
+    tokens, top_k, hidden = chosen.shape
+    total = torch.empty(tokens, hidden, dtype=torch.float32, device=chosen.device)
+    run = max(1, scratch_bytes // (4 * top_k * hidden))
+    for first in range(0, tokens, run):
+        part = slice(first, first + run)
+        total[part] = torch.bmm(weights[part].unsqueeze(1), chosen[part].float()).squeeze(1)
+    return total
 
 
 def expert_by_expert(

@@ -9,7 +9,7 @@ import torch
 
 from sidestream.ops.moe import device_impl, experts, reference
 from tests.ops.moe.test_moe import random_choice, random_experts, with_shared
-from tests.tolerances import BF16_STEPS, FP32_GEMM
+from tests.tolerances import BF16_STEPS, FP32_GEMM, FP32_ROUNDING
 
 BOTH = [device_impl.grouped, device_impl.expert_by_expert]
 
@@ -67,3 +67,11 @@ def test_devices_have_one_each() -> None:
     x, named = inputs(9, torch.bfloat16)
     elsewhere = device_impl.grouped_where_possible(x, **named)  # a CPU is no CUDA device: expert by expert
     assert torch.equal(elsewhere, device_impl.expert_by_expert(x, **named))
+
+
+@pytest.mark.parametrize("scratch_bytes", [1, 2000, 1 << 20])
+def test_the_sum_may_be_cut_anywhere(scratch_bytes: int) -> None:
+    chosen, weights = torch.randn(11, 3, 20).bfloat16(), torch.rand(11, 3)
+    got = device_impl.weighted_sum(chosen, weights, scratch_bytes=scratch_bytes)
+    want = (chosen.float() * weights[:, :, None]).sum(dim=1)
+    torch.testing.assert_close(got, want, rtol=0, atol=FP32_ROUNDING)
