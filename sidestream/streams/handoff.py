@@ -102,7 +102,10 @@ class Handoff:
             assert backend.is_capturing(), (
                 f"{self._who()} publishes on stream {backend.current_stream().name!r}, which {source!r} does not record"
             )
-            if self._external:
+            if source.closed and self._external:
+                mark, edge = None, backend.new_event(external=False)
+                backend.record(edge)
+            elif self._external:
                 # The edge comes last and so covers the external record too: a stream that joins the capture again by
                 # the edge would otherwise leave that record behind as unjoined work.
                 mark, edge = backend.new_event(external=True), backend.new_event(external=False)
@@ -127,8 +130,11 @@ class Handoff:
         if here is None and not last.ran:
             raise HandoffError(self._not_replayed(consumer, last))
         inside = here is not None and here is source
-        if here is not None and not inside:
-            here.add_wait(_CrossingWait(self, here, source, consumer))
+        if source is not None and source.closed and not inside:
+            raise HandoffError(
+                f"{self._who(consumer)}: published in {source!r}, which is closed, so nothing outside may wait for it; "
+                "capture it with closed=False"
+            )
         if not self._external:
             kind = WaitKind.WHOLE_STREAM
             if here is None or inside:  # otherwise the wait is done on the replaying stream, before each replay
@@ -141,6 +147,8 @@ class Handoff:
                 kind = WaitKind.EVENT if source is None else WaitKind.EXTERNAL_EVENT
             else:
                 kind = WaitKind.EDGE if inside else WaitKind.EXTERNAL_NODE
+        if here is not None and not inside:
+            here.add_wait(_CrossingWait(self, here, source, consumer))
         self.waits[kind] += 1
 
     def require_published(self, consumer: str | None = None) -> None:

@@ -381,3 +381,61 @@ def test_the_compute_stream_carries_over_queued_work() -> None:
         y = weights * 2
     backend.check()
     assert y.tolist() == [10.0] * 4
+
+
+def test_a_closed_capture_orders_inside_and_holds_no_event_node(machine: Machine) -> None:
+    ready, back = machine.handoff(), machine.handoff("converted", ("attention",))
+    x, y, n = (machine.buffer(8) for _ in range(3))
+    with machine.on_compute(), machine.streams.capture("whole", closed=True) as graph:
+        x.copy_(n)
+        ready.publish()
+        with side_of(machine, ready):
+            y.copy_(x)
+            back.publish()
+        back.wait()
+        y.add_(1)
+    assert ready.waits == back.waits == kind(machine, WaitKind.EDGE)
+    assert not [op for op in graph._graph.raw.ops if op.records is not None]
+    for step in range(3):
+        with machine.on_compute():
+            n.fill_(step)
+            graph.replay()
+        assert machine.read(y) == [step + 1.0] * 8
+        machine.streams.begin_step()
+    machine.backend.check()
+
+
+@pytest.mark.parametrize("where", ["eager", "another graph"])
+def test_nothing_outside_waits_for_what_a_closed_capture_publishes(machine: Machine, where: str) -> None:
+    ready, x = machine.handoff(), machine.buffer(8)
+    with machine.on_compute():
+        with machine.streams.capture("whole", closed=True) as graph:
+            x.fill_(1)
+            ready.publish()
+        graph.replay()
+    with pytest.raises(HandoffError, match=r"'topk_ready' from 'indexer' to 'conversion'.*Capture\('whole'\).*closed"):
+        if where == "eager":
+            ready.wait()
+        else:
+            with machine.on_compute(), machine.streams.capture("other"):
+                ready.wait()
+    assert not ready.waits
+
+
+def test_a_consumer_on_the_producers_own_stream_checks_without_waiting() -> None:
+    machine = Machine()
+    ready, x = machine.handoff(), machine.buffer(8)
+    with pytest.raises(HandoffError, match="never published"):
+        ready.require_published()
+    with machine.on_compute():
+        with machine.streams.capture("segment") as segment:
+            x.fill_(1)
+            ready.publish()
+        with pytest.raises(HandoffError, match="not replayed since"):
+            ready.require_published()
+        segment.replay()
+        ready.require_published()
+    assert not ready.waits
+    machine.streams.begin_step()
+    with pytest.raises(HandoffError, match="was not published in step"):
+        ready.require_published()

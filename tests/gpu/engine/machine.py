@@ -28,7 +28,7 @@ def bundled(mode: str, **settings: object) -> BuiltEngine:
         "dtype": "float32",
         "max_num_seqs": 8,
         "max_num_batched_tokens": 256,
-        "max_model_len": 2048,
+        "max_model_len": 4096,
         "memory_limit": "8GiB",
         "graph_debug": True,
     }

@@ -47,7 +47,7 @@ def test_both_stream_policies_give_the_same_bits(policy: str) -> None:
 
 def test_the_gpu_gives_what_the_cpu_gives() -> None:
     asked = bundled_prompts()
-    user = EngineConfig(device="cpu", dtype="float32", max_num_seqs=8, max_num_batched_tokens=256, max_model_len=2048)
+    user = EngineConfig(device="cpu", dtype="float32", max_num_seqs=8, max_num_batched_tokens=256, max_model_len=4096)
     torch.set_num_threads(8)
     expected = run(build_engine(bundled_model(), user), asked, max_tokens=16)
     got = run(bundled("full_and_piecewise"), asked, max_tokens=16)
@@ -76,9 +76,9 @@ def test_a_uniform_decode_breaks_at_kda_and_attention_only() -> None:
         published = [name for segment in pieces.segments for name in segment.published]
         if plan.key.uniform:
             assert not indexers
-            assert [name.split()[0] for name in published] == ["logical_topk_ready"] * 3
+            assert [name.split()[0] for name in published] == ["logical_topk_ready"] * 2
         else:
-            assert len(indexers) == 3
+            assert indexers == ["indexer of layer 2", "indexer of layer 5"]
             assert not published
         assert plan.mode is CUDAGraphMode.PIECEWISE
 

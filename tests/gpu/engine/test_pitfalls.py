@@ -138,7 +138,7 @@ def test_a_mixed_batch_leaves_no_padded_row_unwritten() -> None:
 
 def test_requests_of_all_lengths_in_both_orders() -> None:
     asked = prompts(9, 500, seed=3, vocab=1536)
-    built = bundled("full_and_piecewise", max_num_seqs=3, max_num_batched_tokens=64, num_blocks=24)
+    built = bundled("full_and_piecewise", max_num_seqs=3, max_num_batched_tokens=64, num_blocks=24, max_model_len=1024)
     got = run(built, asked, max_tokens=20)
     assert built.runner.graphs is not None
     assert not built.runner.graphs.dispatcher.fallbacks
