@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from sidestream.core.cudagraph_mode import CUDAGraphMode
 from sidestream.core.layer_cache import LayerCache
-from sidestream.core.protocols import Boundary, IndexSink, MLAttention
+from sidestream.core.protocols import Boundary, IndexSink, LayerObserver, MLAttention
 from sidestream.core.step_inputs import StepInputs
 
 
@@ -21,6 +21,7 @@ class ForwardContext:
         mode: how this step runs.
         boundary: where tensors that cross an eager break live; None where no break is recorded (modes NONE and FULL,
             and the replay of a capture, whose breaks hold their buffers already).
+        observer: sees what each decoder layer puts out; None in a normal run.
     """
 
     inputs: StepInputs
@@ -29,6 +30,7 @@ class ForwardContext:
     index_sink: IndexSink
     mode: CUDAGraphMode = CUDAGraphMode.NONE
     boundary: Boundary | None = None
+    observer: LayerObserver | None = None
 
 
 _CURRENT: ContextVar[ForwardContext | None] = ContextVar("sidestream_forward_context", default=None)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+
+from sidestream.core.batch import Chunk
 
 
 class MLAttention(Protocol):
@@ -47,4 +50,20 @@ class Boundary(Protocol):
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The first ``shape[0]`` rows of the buffer ``name``, for a break to write its result to."""
+        ...
+
+
+class LayerObserver(Protocol):
+    """Looks at what each decoder layer puts out; for finding faults, never part of a normal run."""
+
+    def see(self, layer: int, state: torch.Tensor) -> None:
+        """Record something of the residual state [Tp, ..] behind decoder layer ``layer``.
+
+        A graph may be recording the call, and its replays do not make it again: so work goes to the current stream,
+        and results go to memory that was there before.
+        """
+        ...
+
+    def end_step(self, chunks: Sequence[Chunk]) -> None:
+        """All work of a step was issued to the current stream; its rows are those of ``chunks``, in order."""
         ...

@@ -17,6 +17,7 @@ from sidestream.cache.pools import CachePools
 from sidestream.config.engine import EngineConfig
 from sidestream.config.model import AttentionKind, IndexerKind, ModelConfig
 from sidestream.config.resolved import ResolvedConfig, resolve, resolve_cudagraph_mode
+from sidestream.core.protocols import LayerObserver
 from sidestream.engine.runner import ModelRunner, StepGraphs
 from sidestream.errors import CapacityError
 from sidestream.graphs.dispatch import GraphDispatcher
@@ -114,8 +115,12 @@ def build_engine(
     )
 
 
-def in_graph_mode(built: BuiltEngine, cudagraph_mode: str) -> BuiltEngine:
-    """An engine over the same weights and pools that runs its steps in another mode; use one of them at a time."""
+def in_graph_mode(built: BuiltEngine, cudagraph_mode: str, *, observer: LayerObserver | None = None) -> BuiltEngine:
+    """An engine over the same weights and pools that runs its steps in another mode; use one of them at a time.
+
+    Args:
+        observer: sees what each decoder layer puts out, in captured graphs too; its memory is on the same device.
+    """
     config = replace(built.config, cudagraph_mode=resolve_cudagraph_mode(cudagraph_mode, built.config.device))
     runner = start_runner(
         built.model,
@@ -124,6 +129,7 @@ def in_graph_mode(built: BuiltEngine, cudagraph_mode: str) -> BuiltEngine:
         backend=built.runner.streams.backend,
         max_model_len=built.max_model_len,
         weight_bytes=built.ledger.weights,
+        observer=observer,
     )
     return replace(built, config=config, runner=runner)
 
@@ -136,13 +142,20 @@ def start_runner(
     backend: StreamBackend,
     max_model_len: int,
     weight_bytes: int,
+    observer: LayerObserver | None = None,
 ) -> ModelRunner:
     """Connect a model to its caches on streams of its own, and capture."""
     policy = None if config.stream_policy is None else Policy(config.stream_policy)
     streams = Streams(backend, policy=policy)
     with backend.use(streams.compute):
         runner = wire_runner(
-            model, config, pools, streams=streams, max_model_len=max_model_len, weight_bytes=weight_bytes
+            model,
+            config,
+            pools,
+            streams=streams,
+            max_model_len=max_model_len,
+            weight_bytes=weight_bytes,
+            observer=observer,
         )
         runner.capture()
     return runner
@@ -233,6 +246,7 @@ def wire_runner(
     streams: Streams,
     max_model_len: int,
     weight_bytes: int,
+    observer: LayerObserver | None = None,
 ) -> ModelRunner:
     """Connect a model to its caches, and to the graphs of a device that has them."""
     model_config = config.model
@@ -262,6 +276,7 @@ def wire_runner(
         streams=streams,
         graphs=graphs,
         weight_bytes=weight_bytes,
+        observer=observer,
     )
 
 

@@ -14,6 +14,7 @@ from sidestream.core.batch import Chunk
 from sidestream.core.cudagraph_mode import CUDAGraphMode
 from sidestream.core.forward_context import ForwardContext, forward_context
 from sidestream.core.layer_cache import LayerCache
+from sidestream.core.protocols import LayerObserver
 from sidestream.core.step_inputs import StepInputs
 from sidestream.engine.threads import step_threads
 from sidestream.graphs.dispatch import GraphDispatcher, StepPlan
@@ -35,6 +36,7 @@ class ModelRunner:
 
     Args:
         graphs: None on a CPU, where steps run as they are.
+        observer: sees what each decoder layer puts out, in every mode.
 
     Attributes:
         streams: of the device; work on what a step returns belongs on ``streams.compute`` (see ``on_device``).
@@ -52,12 +54,14 @@ class ModelRunner:
         streams: Streams,
         graphs: StepGraphs | None,
         weight_bytes: int,
+        observer: LayerObserver | None = None,
     ) -> None:
         self._model = model
         self._caches = caches
         self.attention = attention
         self._builder = builder
         self._weight_bytes = weight_bytes
+        self._observer = observer
         self.streams = streams
         self.graphs = graphs
 
@@ -76,6 +80,12 @@ class ModelRunner:
             [Tp, hidden] normalised hidden states, valid until the next step; rows beyond its tokens are padding.
         """
         self.streams.begin_step()
+        hidden = self._forward(chunks, token_ids)
+        if self._observer is not None:
+            self._observer.end_step(chunks)
+        return hidden
+
+    def _forward(self, chunks: Sequence[Chunk], token_ids: Sequence[int]) -> torch.Tensor:
         if self.graphs is None:
             inputs = self._builder.build(chunks, token_ids)
             with step_threads(inputs.num_tokens * self._weight_bytes), self._context(inputs, CUDAGraphMode.NONE):
@@ -122,6 +132,7 @@ class ModelRunner:
                 index_sink=self.attention,
                 mode=mode,
                 boundary=self.graphs.runner.buffers if pieces and self.graphs is not None else None,
+                observer=self._observer,
             )
         )
 

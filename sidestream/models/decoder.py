@@ -87,11 +87,14 @@ class DecoderModel:
 
     def forward(self) -> torch.Tensor:
         """Run the step of the current forward context; returns normalised hidden states [Tp, hidden]."""
-        inputs = get_forward_context().inputs
+        context = get_forward_context()
+        inputs = context.inputs
         rotation = self.rope(inputs.positions[: inputs.segment_rows]) if self.rope is not None else None
         state = self.enter(self.embedding(inputs.token_ids))
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             state = layer(state, rotation)
+            if context.observer is not None:
+                context.observer.see(index, state)
         return rms_norm(self.leave(state), self.norm, self.config.rms_norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
