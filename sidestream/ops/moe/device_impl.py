@@ -94,5 +94,6 @@ def _through(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, swiglu_limit:
 
 @lru_cache(maxsize=8)
 def _grouped_on_device(device: torch.device) -> bool:
-    """``grouped_mm`` has kernels for compute capability 9 and 10; on others it reads the group ends on the host."""
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+    """``grouped_mm`` has kernels for compute capability 9 and 10; elsewhere, and on ROCm, whose numbers collide with
+    these, it may read the group ends on the host."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
