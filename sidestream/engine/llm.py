@@ -56,7 +56,8 @@ class LLM:
         model: folder of a hub checkpoint (config.json, safetensors files, a tokenizer if text is wanted); None is the
             small checkpoint that ships with Sidestream.
         device, dtype, load_format, max_num_seqs, max_num_batched_tokens, max_model_len, block_size, num_blocks,
-            kv_cache_dtype, cudagraph_mode, max_capture_tokens, stream_policy, graph_debug, memory_limit, seed: see ``EngineConfig``.
+            kv_cache_dtype, cudagraph_mode, max_capture_tokens, stream_policy, graph_debug, memory_limit, seed: see
+            ``EngineConfig``.
     Raises:
         ConfigError, CheckpointError, CapacityError: naming the value, the limit and the knob.
     """

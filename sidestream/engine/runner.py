@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -100,9 +100,13 @@ class ModelRunner:
             return self.graphs.runner.replay(plan, inputs)
 
     @torch.inference_mode()
-    def capture(self) -> None:
+    def capture(self, on_captured: Callable[[StepPlan], None] | None = None) -> None:
         """Capture every shape that the dispatcher names, largest first, on scratch blocks and slots and on the current
-        stream. Each is run once without a graph before."""
+        stream. Each is run once without a graph before.
+
+        Args:
+            on_captured: told of each shape when it is done.
+        """
         if self.graphs is None:
             return
         runner = self.graphs.runner
@@ -114,6 +118,8 @@ class ModelRunner:
             inputs = self._scratch(plan)
             with self._context(inputs, plan.mode, buffers=True):
                 runner.capture(plan, self._model.forward, inputs)
+            if on_captured is not None:
+                on_captured(plan)
 
     def _scratch(self, plan: StepPlan) -> StepInputs:
         self.streams.begin_step()

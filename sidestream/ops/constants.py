@@ -8,6 +8,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from sidestream.streams.backend import allocates_for_graph
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -22,7 +24,7 @@ def constant(make: Callable[Concatenate[torch.device, P], R]) -> Callable[Concat
 
     @lru_cache(maxsize=64)
     def keep(device: torch.device, *args: P.args, **kwargs: P.kwargs) -> R:
-        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        capturing = allocates_for_graph(device)
         # Such a tensor would be filled by that graph's replays only, and everybody else would read garbage.
         assert not capturing, f"{make.__qualname__} is first needed inside a capture: run the step eagerly before"
         with torch.inference_mode(False):

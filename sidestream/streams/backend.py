@@ -130,6 +130,11 @@ class StreamBackend(Protocol):
         ...
 
 
+def allocates_for_graph(device: torch.device) -> bool:
+    """Whether memory taken now, on the current stream of a CUDA device, belongs to a graph that is being recorded."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class Policy(Enum):
     """How a wait crosses the boundary of a capture."""
 

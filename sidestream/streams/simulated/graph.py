@@ -10,7 +10,6 @@ from sidestream.streams.simulated.memory import Pool
 from sidestream.streams.simulated.schedule import Node, Run
 from sidestream.streams.simulated.site import Site
 
-
 REUSE = "reuse of released memory"
 """Label of what overwrites released memory: work of the simulation that no CUDA graph would hold."""
 
