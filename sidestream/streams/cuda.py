@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +29,37 @@ def missing_external_events() -> str | None:
     return None
 
 
+_THREAD_LOCAL = 1
+"""Capture mode of the drivers: other threads (a server's, a loader's) may go on allocating while this one captures."""
+
+
+def _begin_bare_capture(stream: torch.cuda.Stream) -> bool:
+    """Begin a capture that torch does not know of, and say whether the driver agreed. Never run on ROCm yet."""
+    if torch.version.hip is None:
+        begin = ctypes.CDLL("libcuda.so.1").cuStreamBeginCapture_v2
+    else:
+        begin = ctypes.CDLL("libamdhip64.so").hipStreamBeginCapture
+    return bool(begin(ctypes.c_void_p(stream.cuda_stream), ctypes.c_int(_THREAD_LOCAL)) == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """A memory pool, which an empty graph holds open.
+
+    torch closes a pool for good with its last graph, the first one that failed included.
+    """
+
+    id: Any
+    anchor: torch.cuda.CUDAGraph
+
+
 @dataclass(frozen=True, slots=True)
 class _Recording:
+    """A graph with what must live as long: its pool, and its external events, of which its nodes hold bare handles."""
+
     graph: torch.cuda.CUDAGraph
-    pool: Any
+    pool: _Pool
+    events: list[torch.cuda.Event]
 
 
 class CudaBackend:
@@ -51,6 +80,8 @@ class CudaBackend:
         self.device = torch.device("cuda", index)
         self.external_events: str | None = missing_external_events()
         self._known: dict[int, Stream] = {}
+        self._open: _Recording | None = None
+        self._collects = gc.isenabled()
 
     def new_stream(self, name: str) -> Stream:
         raw = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -74,9 +105,16 @@ class CudaBackend:
 
     def record(self, event: Event) -> None:
         event.raw.record()
+        self._keep(event)
 
     def wait(self, event: Event) -> None:
         event.raw.wait()
+        self._keep(event)
+
+    def _keep(self, event: Event) -> None:
+        """For as long as the graph being recorded; an external event that dies earlier takes the process with it."""
+        if self._open is not None and event.external:
+            self._open.events.append(event.raw)
 
     def wait_stream(self, stream: Stream) -> None:
         current = torch.cuda.current_stream(self.device)
@@ -99,32 +137,79 @@ class CudaBackend:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def new_pool(self) -> Any:
-        return torch.cuda.graph_pool_handle()
+        pool = _Pool(torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph())
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):  # type: ignore[no-untyped-call]
+            self._begin(pool.anchor, pool)
+            with self._closing():
+                self._end(pool.anchor)
+        return pool
 
     def begin_capture(self, name: str, pool: Any) -> Graph:
-        raw, pool = torch.cuda.CUDAGraph(), self.new_pool() if pool is None else pool
-        # Other threads (a server's, a loader's) may go on allocating while this one captures.
-        raw.capture_begin(pool=pool, capture_error_mode="thread_local")
-        return Graph(name, _Recording(raw, pool))
+        recording = _Recording(torch.cuda.CUDAGraph(), self.new_pool() if pool is None else pool, [])
+        # cuBLAS cannot be started inside a capture, and each thread starts its own.
+        torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
+        self._begin(recording.graph, recording.pool)
+        self._open = recording
+        return Graph(name, recording)
 
     def end_capture(self, graph: Graph) -> None:
-        try:
-            graph.raw.graph.capture_end()
-        except RuntimeError:
-            self._release_allocator(graph.raw)
-            raise
+        with self._closing():
+            try:
+                self._end(graph.raw.graph)
+            except RuntimeError:
+                self._unwind(graph.raw.graph)
+                raise
 
     def abort_capture(self, graph: Graph) -> None:
-        try:
-            with warnings.catch_warnings(action="ignore"):  # an empty graph is warned about; this one is dropped
-                graph.raw.graph.capture_end()
-        except RuntimeError:  # it is invalid already; the error that made it so is the one to see
-            self._release_allocator(graph.raw)
+        with self._closing():
+            try:
+                self._end(graph.raw.graph)
+            except RuntimeError:  # it is invalid already; the error that made it so is the one to see
+                self._unwind(graph.raw.graph)
+            else:
+                graph.raw.graph.reset()
 
-    def _release_allocator(self, recording: _Recording) -> None:
-        """After a failed end, torch leaves its allocator asking the dropped graph where memory shall come from."""
-        with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self.device.index, recording.pool)
+    def _begin(self, raw: torch.cuda.CUDAGraph, pool: _Pool) -> None:
+        # A graph that dies as garbage (the traceback of a failed capture holds one) makes the open capture invalid.
+        self._collects = gc.isenabled()
+        gc.disable()
+        try:
+            raw.capture_begin(pool=pool.id, capture_error_mode="thread_local")
+        except RuntimeError:
+            self._collect_again()
+            raise
+
+    @contextmanager
+    def _closing(self) -> Iterator[None]:
+        self._open = None
+        try:
+            yield
+        finally:
+            self._collect_again()
+
+    def _collect_again(self) -> None:
+        if self._collects:
+            gc.enable()
+
+    def _end(self, raw: torch.cuda.CUDAGraph) -> None:
+        with warnings.catch_warnings():
+            # Two eager breaks with nothing between them make an empty segment; it replays as nothing.
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            raw.capture_end()
+
+    def _unwind(self, raw: torch.cuda.CUDAGraph) -> None:
+        """Give back what torch keeps after an end that failed.
+
+        CUDA has ended the capture by then, but torch leaves before its own half: both of its allocators (device and
+        page-locked memory) still count the pool as being recorded to, so that no capture can use it again, and
+        random numbers cannot be drawn outside of a capture. Ending an empty capture in the failed one's name does
+        the whole of that half.
+        """
+        # A device that is past saving refuses; then the error being handled is still the one to see.
+        if _begin_bare_capture(torch.cuda.current_stream(self.device)):
+            with contextlib.suppress(RuntimeError):  # torch got through its half and failed to make it launchable
+                self._end(raw)
+        raw.reset()
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
