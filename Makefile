@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help venv generate test check format lint types bench-cpu clean
+.PHONY: help venv generate test gpu-test check format lint types bench-cpu clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -24,6 +24,9 @@ generate: $(STAMP) ## answer the bundled prompts with the bundled checkpoint
 
 test: $(STAMP) ## run every test that needs no GPU
 	$(BIN)/python -m pytest
+
+gpu-test: ## run the tests that need a Hopper GPU, with PYTHON as it is
+	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu -m gpu
 
 check: format lint types test ## format, lint, check types, then test
 
