@@ -15,7 +15,7 @@ import torch
 
 from sidestream.core.eager_break import recording_breaks
 from sidestream.errors import GraphError
-from sidestream.streams import Capture, Streams
+from sidestream.streams import Capture, Stream, Streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ class BreakableCUDAGraphCapture:
         self._pool = streams.backend.new_pool() if pool is None else pool
         self._addresses = {key: tensor.data_ptr() for key, tensor in (inputs or {}).items()}
         self._parts: list[Capture | EagerBreak] = []
+        self._stream: Stream | None = None
         self._open: AbstractContextManager[Capture] | None = None
         self._recording: AbstractContextManager[None] | None = None
         self._state = "new"
@@ -70,12 +71,13 @@ class BreakableCUDAGraphCapture:
     def __enter__(self) -> BreakableCUDAGraphCapture:
         assert self._state == "new", f"capture {self.name!r} is {self._state}; make another one"
         self._state = "open"
+        self._stream = self._streams.backend.current_stream()
         self._recording = recording_breaks(self)
         self._recording.__enter__()
         try:
             self._begin_segment()
-        except BaseException:
-            self._abandon()
+        except BaseException as failure:
+            self._abandon(failure)
             raise
         return self
 
@@ -86,6 +88,10 @@ class BreakableCUDAGraphCapture:
             body: reads and writes static buffers only; runs on the stream that captures.
         """
         assert self._open is not None, f"break {name!r} outside of a segment of capture {self.name!r}"
+        here = self._streams.backend.current_stream()
+        assert here is self._stream, (  # ending a capture from another stream would leave it open on its own
+            f"break {name!r} is called on stream {here.name!r}, which does not capture {self.name!r}"
+        )
         self._end_segment()
         part = EagerBreak(name, body)
         self._parts.append(part)
@@ -104,7 +110,7 @@ class BreakableCUDAGraphCapture:
             self._end_segment()
         except BaseException as failure:
             failure.add_note(f"in {self._place()} of capture {self.name!r}")
-            self._abandon()
+            self._abandon(failure)
             raise
         self._leave("ready")
 
@@ -117,19 +123,17 @@ class BreakableCUDAGraphCapture:
             raise
 
     def _end_segment(self) -> None:
-        segment, opened = self._parts[-1], self._open
+        segment, opened, self._open = self._parts[-1], self._open, None
+        assert opened is not None, f"capture {self.name!r} has no open segment: an error ended it, the block went on"
         assert isinstance(segment, Capture)
-        assert opened is not None
-        self._open = None
         opened.__exit__(None, None, None)
         segment.replay()
 
-    def _abandon(self, error: BaseException | None = None) -> None:
+    def _abandon(self, error: BaseException) -> None:
         """Leave nothing half open."""
         opened, self._open = self._open, None
         try:
             if opened is not None:
-                error = error or RuntimeError("the capture was abandoned")
                 opened.__exit__(type(error), error, error.__traceback__)  # its caller is raising the error already
         finally:
             self._parts.clear()

@@ -92,8 +92,9 @@ class GraphDispatcher:
 
     def plan(self, tokens: int, *, uniform: bool) -> StepPlan:
         """How a step of ``tokens`` runs; ``uniform``: one decode token of each sequence."""
-        padded = padded_size(tokens, self.decode_sizes if uniform else self.mixed_sizes)
-        assert padded is not None, f"a step of {tokens} tokens was scheduled, the limit is {self.mixed_sizes[-1]}"
+        sizes = self.decode_sizes if uniform else self.mixed_sizes
+        padded = padded_size(tokens, sizes)
+        assert padded is not None, f"a step of {tokens} tokens was scheduled, the limit is {sizes[-1]}"
         mode, reason = self._decode_mode if uniform else self._mixed_mode, None
         if not uniform and mode is CUDAGraphMode.NONE and self._decode_mode is not CUDAGraphMode.NONE:
             reason = NOT_UNIFORM

@@ -64,9 +64,7 @@ class GraphRunner:
         self.buffers.freeze()
         try:
             if plan.mode is CUDAGraphMode.FULL:
-                with self._streams.capture(name, pool=self._pool) as graph:
-                    self._keep(forward())
-                graph.replay()
+                graph = self._capture_full(name, forward)
                 addresses = {key: tensor.data_ptr() for key, tensor in static.items()}
                 self._captured[plan] = _FullGraph(graph, addresses)
             else:
@@ -75,6 +73,16 @@ class GraphRunner:
                 self._captured[plan] = pieces
         finally:
             self.buffers.thaw()
+
+    def _capture_full(self, name: str, forward: Forward) -> Capture:
+        try:
+            with self._streams.capture(name, pool=self._pool, closed=True) as graph:
+                self._keep(forward())
+            graph.replay()
+        except BaseException as error:
+            error.add_note(f"in capture {name!r}")
+            raise
+        return graph
 
     def warm_up(self, forward: Forward) -> torch.Tensor:
         """Run a step without a graph in the same static buffers."""

@@ -69,9 +69,11 @@ class StaticBuffers:
         return self._buffers[name][:rows]
 
     def poison(self) -> None:
-        """Overwrite every buffer on the current stream, so that a replay which does not write one is seen."""
+        """Overwrite every buffer on the current stream, so that a replay which does not write one is seen: floats with
+        NaN, integers with their smallest value, unsigned ones with their largest, since zero would look like data."""
         for buffer in self._buffers.values():
             if buffer.is_floating_point():
                 buffer.fill_(math.nan)
             else:
-                buffer.fill_(torch.iinfo(buffer.dtype).min)
+                limits = torch.iinfo(buffer.dtype)
+                buffer.fill_(limits.min or limits.max)

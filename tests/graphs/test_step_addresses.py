@@ -1,0 +1,63 @@
+"""Steps of one shape lie at one address whatever they hold, and every step fits the upload that is set aside for it."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sidestream.core.step_inputs import StepInputs
+from sidestream.streams import InlineBackend
+from tests.graphs.steps import BLOCK_SIZE, chunk, decodes, step_builder
+
+MAX_BLOCKS = 4
+POSITIONS = st.lists(st.integers(0, MAX_BLOCKS * BLOCK_SIZE - 1), min_size=1, max_size=6)
+WINDOWS = st.sampled_from([(4, 4), (4, 2), (4, 1), (0, 4), (0, 1)])
+
+
+def addresses(step: StepInputs) -> dict[str, tuple[int, tuple[int, ...]]]:
+    return {name: (tensor.data_ptr(), tuple(tensor.shape)) for name, tensor in step.static_tensors().items()}
+
+
+@given(POSITIONS, POSITIONS, WINDOWS)
+def test_uniform_steps_of_one_size_are_alike(first: list[int], second: list[int], windows: tuple[int, int]) -> None:
+    """Also the scratch step that the graph is captured on, which has no true row at all."""
+    conv_size, kpool = windows
+    builder = step_builder(InlineBackend(), max_seqs=6, max_tokens=16, conv_size=conv_size, kpool=kpool)
+    captured = addresses(builder.scratch(rows=6, uniform=True))
+    for starts in (first, second):
+        step = builder.build_uniform(decodes(starts), list(range(len(starts))), rows=6)
+        assert addresses(step) == captured
+    assert {"token_ids", "positions", "block_table", "context_lens", "slots"} <= set(captured)
+    assert ("conv.0" in captured, "pools.0" in captured) == (conv_size > 0, kpool > 1)
+
+
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=4), WINDOWS)
+def test_mixed_steps_of_one_size_share_ids_and_positions(lengths: list[int], windows: tuple[int, int]) -> None:
+    conv_size, kpool = windows
+    builder = step_builder(InlineBackend(), max_seqs=4, max_tokens=32, conv_size=conv_size, kpool=kpool)
+    captured = addresses(builder.scratch(rows=32, uniform=False))
+    chunks = [chunk(row, 0, length) for row, length in enumerate(lengths)]
+    step = builder.build(chunks, [1] * sum(lengths), rows=32)
+    assert addresses(step) == captured
+    assert set(captured) == {"token_ids", "positions"}
+
+
+@given(st.data(), WINDOWS)
+def test_every_step_fits_the_upload(data: st.DataObject, windows: tuple[int, int]) -> None:
+    conv_size, kpool = windows
+    max_seqs = data.draw(st.integers(1, 5))
+    max_tokens = data.draw(st.integers(max_seqs, 40))
+    builder = step_builder(
+        InlineBackend(), max_seqs=max_seqs, max_tokens=max_tokens, max_blocks=8, conv_size=conv_size, kpool=kpool
+    )
+    chunks, left = [], max_tokens
+    for row in range(data.draw(st.integers(1, max_seqs))):
+        if left:
+            length = data.draw(st.integers(1, left))
+            chunks.append(chunk(row, data.draw(st.integers(0, 8 * BLOCK_SIZE - length)), length))
+            left -= length
+    tokens = sum(c.length for c in chunks)
+    step = builder.build(chunks, [1] * tokens, rows=max_tokens)
+    assert step.num_tokens == tokens
+    uniform = builder.build_uniform(decodes([8 * BLOCK_SIZE - 1] * max_seqs), [1] * max_seqs, rows=max_seqs)
+    assert uniform.num_padded_tokens == max_seqs
