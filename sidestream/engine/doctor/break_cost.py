@@ -113,7 +113,7 @@ def capture_whole(kernels: Kernels, *, handoff: bool) -> Callable[[], None]:
     streams = kernels.streams
     crossings = [*kernels.crossings("whole", handoff=handoff), None]
     streams.begin_step()
-    with streams.capture("whole") as graph:
+    with streams.capture("whole", closed=True) as graph:
         for i, crossing in enumerate(crossings):
             kernels.segment(crossing)
             if i < BREAKS:
