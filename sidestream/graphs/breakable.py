@@ -115,12 +115,9 @@ class BreakableCUDAGraphCapture:
         self._leave("ready")
 
     def _begin_segment(self) -> None:
-        self._open = self._streams.capture(f"{self.name}, segment {len(self.segments)}", pool=self._pool)
-        try:
-            self._parts.append(self._open.__enter__())
-        except BaseException:
-            self._open = None
-            raise
+        opened = self._streams.capture(f"{self.name}, segment {len(self.segments)}", pool=self._pool)
+        self._parts.append(opened.__enter__())
+        self._open = opened
 
     def _end_segment(self) -> None:
         segment, opened, self._open = self._parts[-1], self._open, None

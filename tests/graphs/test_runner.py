@@ -16,7 +16,7 @@ from sidestream.graphs.breakable import BreakableCUDAGraphCapture
 from sidestream.graphs.dispatch import GraphKey, StepPlan
 from sidestream.graphs.runner import GraphRunner
 from sidestream.graphs.static_buffers import StaticBuffers
-from sidestream.streams import Capture
+from sidestream.streams import Capture, Graph
 from sidestream.streams.simulated import DeviceError, Order
 from tests.graphs.pieces import break_here
 from tests.graphs.steps import decodes, step_builder
@@ -120,6 +120,22 @@ def test_what_was_captured_can_be_looked_at() -> None:
     assert isinstance(graph, Capture)
     assert graph.name == "full graph of 4 tokens, uniform"
     assert model.buffers.names == ("ids", "added", "hidden states")
+
+
+def test_all_shapes_of_both_modes_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    model, pools = Model(machine), []
+    begin = machine.backend.begin_capture
+
+    def begin_capture(name: str, pool: object) -> Graph:
+        pools.append(pool)
+        return begin(name, pool)
+
+    monkeypatch.setattr(machine.backend, "begin_capture", begin_capture)
+    model.capture(PIECEWISE, FULL, SMALL[PIECEWISE], SMALL[FULL])
+    assert len(pools) == 2 * (2 + 1)  # two segments, or one graph
+    assert pools[0] is not None
+    assert all(pool is pools[0] for pool in pools)
 
 
 def test_a_shape_is_captured_once(plan: StepPlan) -> None:
