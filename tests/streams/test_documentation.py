@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -69,3 +70,39 @@ def test_the_drawings_show_the_overlap() -> None:
     external, stream = (timelines.starts(timelines.work_under(policy)) for policy in timelines.POLICIES)
     assert external["conversion"] == external["rest of the segment"]
     assert stream["attention"] - external["attention"] == 60  # all of the conversion
+
+
+NAMES = re.compile(r"`([\w./]+)`")
+WALK = ROOT / "docs" / "decode_step.md"
+SOURCES = [path.read_text() for path in (ROOT / "sidestream").rglob("*.py")]
+
+
+def named_in(page: Path) -> tuple[list[str], list[str]]:
+    """What a page sets in code font: paths, and names."""
+    names = NAMES.findall(page.read_text())
+    return [name for name in names if "/" in name], [name for name in names if "/" not in name]
+
+
+@pytest.mark.parametrize("page", [WALK, PAGE], ids=lambda page: page.name)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    paths, _ = named_in(page)
+    assert len(paths) > 3
+    assert [path for path in paths if not ((ROOT / "sidestream" / path).exists() or (ROOT / path).exists())] == []
+
+
+def test_every_name_of_the_walk_stands_in_the_sources() -> None:
+    """A method must be one of the class that it is named with."""
+    _, names = named_in(WALK)
+    assert len(names) > 30
+    words = set(re.findall(r"\w+", "\n".join(SOURCES)))
+    members: dict[str, list[set[str]]] = {}  # of each class of a name: there are several schedulers
+    for source in SOURCES:
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                methods = {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
+                members.setdefault(node.name, []).append(methods)
+    for name in names:
+        owner, *rest = name.split(".")
+        if owner in members:
+            assert any(set(rest) <= methods for methods in members[owner]), name
+        assert {owner, *rest} <= words, name
