@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from sidestream.core import eager_break
 from sidestream.graphs.breakable import BreakableCUDAGraphCapture
@@ -162,6 +163,36 @@ def test_a_capture_that_cannot_begin_leaves_the_one_around_it_alone() -> None:
     assert machine.read(x) == [1.0] * 4
     assert_failed(capture)
     assert_usable_again(machine)
+
+
+@pytest.mark.parametrize(("action", "ran"), [(fail, 4), (bad_break, 6)])
+def test_the_pool_of_a_failed_capture_serves_the_next_one(action: Action, ran: int) -> None:
+    """The failed one may have been the first to use it, or come between others.
+
+    ``ran``: how often the segment did, by two captures, two replays, and where a break failed behind it.
+    """
+    machine = Machine()
+    pool, x, captures = machine.backend.new_pool(), machine.buffer(4), []
+
+    def forward(then: Action) -> None:
+        good_break()
+        x.add_(torch.ones(4, device="sim") * 2)  # a temporary of the pool
+        then()
+
+    with machine.on_compute():
+        for then in (action, good_break, action, good_break):
+            capture = BreakableCUDAGraphCapture(machine.streams, "pieces", pool=pool)
+            if then is action:
+                with pytest.raises(BrokenError), capture:
+                    forward(then)
+            else:
+                with capture:
+                    forward(then)
+                captures.append(capture)
+        for capture in captures:
+            capture.replay()
+    assert machine.read(x) == [2.0 * ran] * 4
+    machine.backend.check()
 
 
 def test_a_failed_replay_names_the_break_and_the_next_replay_is_whole() -> None:
