@@ -70,7 +70,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given more than once.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="Top log-probabilities a token (JSON output).")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-sequence token.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or sim (a GPU simulated on the CPU).")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     load_format: Annotated[str, typer.Option(help="auto, or dummy for seeded random weights.")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, bf16, fp8_ds_mla or mxfp8.")] = "auto",
@@ -78,6 +78,7 @@ def generate(
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens a step.")] = 1024,
     max_model_len: Annotated[int | None, typer.Option(help="Longest sequence; the model's limit without it.")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens a KV block.")] = 64,
+    cudagraph_mode: Annotated[str, typer.Option(help="auto, none, piecewise, full or full_and_piecewise.")] = "auto",
     memory_limit: Annotated[str | None, typer.Option(help="'8GiB' or '60%', weights and caches together.")] = None,
 ) -> None:
     params = SamplingParams(
@@ -107,6 +108,7 @@ def generate(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         block_size=block_size,
+        cudagraph_mode=cudagraph_mode,
         memory_limit=memory_limit,
     )
     if demo:

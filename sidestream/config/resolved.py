@@ -16,6 +16,8 @@ DEVICES = ("cpu", "cuda", "sim")
 CUDAGRAPH_MODES = ("none", "piecewise", "full", "full_and_piecewise")
 STREAM_POLICIES = ("external", "stream")
 DEFAULT_MEMORY_SHARE = 0.6
+SIMULATED_CAPTURE_TOKENS = 16
+"""Largest batch of any mix that the simulated device captures by default: each size costs it seconds."""
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
@@ -128,7 +130,10 @@ def resolve(user: EngineConfig, model: ModelConfig, *, cuda_available: bool, dev
         num_blocks=user.num_blocks,
         kv_cache_dtype=user.kv_cache_dtype,
         cudagraph_mode=mode,
-        max_capture_tokens=min(user.max_capture_tokens or user.max_num_batched_tokens, user.max_num_batched_tokens),
+        max_capture_tokens=min(
+            user.max_capture_tokens or (SIMULATED_CAPTURE_TOKENS if device == "sim" else user.max_num_batched_tokens),
+            user.max_num_batched_tokens,
+        ),
         stream_policy=policy,
         graph_debug=user.graph_debug,
         memory_budget=parse_memory(user.memory_limit, device_memory),
