@@ -110,6 +110,32 @@ def recurrent_case(tokens: int, versions: int) -> Callable[[int], Arguments]:
     return make
 
 
+def decode_step_case(rollback: int, dtype: torch.dtype) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        step, length, dim = Step(seed), 3 + rollback, 16
+        width = HEADS * dim
+        conv_state = step.randn(SLOTS * length, 3 * width, dtype=dtype)
+        state = step.randn(SLOTS, 1 + rollback, HEADS, dim, dim)
+        conv_state[:length], state[0] = torch.nan, torch.nan
+        return {
+            "projected": step.randn(ROWS, 3 * width + 2 * dim + HEADS, dtype=dtype),
+            "conv_state": conv_state,
+            "state": state,
+            "conv_weight": step.randn(4, 3 * width).t(),
+            "plan": step.ring(4, length),
+            "expand": step.randn(2, width, dim, dtype=dtype),
+            "dt_bias": step.randn(width),
+            "A_log": step.randn(HEADS),
+            "lower_bound": -5.0 if rollback else None,
+            "norm_weight": step.randn(dim, dtype=dtype),
+            "norm_eps": 1e-5,
+            "slots": step.slots,
+            "start": step.positions,
+        }
+
+    return make
+
+
 def chunked_case(seed: int) -> Arguments:
     step, lengths = Step(seed), (9, 2)
     tokens = sum(lengths)
@@ -304,6 +330,7 @@ def _cases() -> Iterator[Case]:
             yield Case("moe.experts", f"{name}-shared{num_shared}", experts_case(dtype, num_shared))
         for rollback in (0, 2):
             yield Case("kda.short_conv", f"{name}-rollback{rollback}", conv_case(rollback, dtype))
+            yield Case("kda.decode_step", f"{name}-rollback{rollback}", decode_step_case(rollback, dtype))
     for bound in (None, -5.0):
         yield Case("kda.gate", f"bound{bound}", gate_case(bound))
     for tokens, versions in ((1, 1), (1, 3), (2, 3)):
