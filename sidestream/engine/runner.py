@@ -114,7 +114,6 @@ class ModelRunner:
             inputs = self._scratch(plan)
             with self._context(inputs, plan.mode, buffers=True):
                 runner.warm_up(self._model.forward)
-            self.streams.backend.synchronize()
             inputs = self._scratch(plan)
             with self._context(inputs, plan.mode, buffers=True):
                 runner.capture(plan, self._model.forward, inputs)
