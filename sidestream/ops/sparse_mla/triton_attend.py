@@ -83,13 +83,14 @@ def attend(
     heads,
     head_blocks,
     block_size,
+    splits,
     latent: tl.constexpr,
     rope: tl.constexpr,
     row_elems: tl.constexpr,
     rope_elems: tl.constexpr,
     tile: tl.constexpr,
     mx: tl.constexpr,
-    splits: tl.constexpr,
+    single: tl.constexpr,
     block_h: tl.constexpr,
     block_n: tl.constexpr,
     stages: tl.constexpr,
@@ -110,6 +111,7 @@ def attend(
         lengths: rows of each token.
         out, lse: [T, splits, H, latent] and [T, splits, H], dense.
         scale_log2: of the scores, for exponentials to the base 2.
+        single: ``splits`` is 1, so a token without rows gets zeros too.
         parted: the softmax stands in a branch that is always taken. Otherwise the compiler sees two products chained,
             gives each group of four warps all columns of the first one, and computes it twice with eight warps.
         dtype: of the operands of products.
@@ -128,7 +130,7 @@ def attend(
     column = tl.arange(0, latent)
     if begin >= length:
         tl.store(lse + out_place, tl.full((block_h,), float("-inf"), tl.float32), mask=known)
-        if splits == 1:
+        if single:
             nothing = tl.zeros((block_h, latent), dtype=out.dtype.element_ty)
             tl.store(out + out_place[:, None] * latent + column[None, :], nothing, mask=known[:, None])
     else:
@@ -184,8 +186,8 @@ def merge(
     out,
     lse,
     heads,
+    splits,
     latent: tl.constexpr,
-    splits: tl.constexpr,
     block_s: tl.constexpr,
     block_r: tl.constexpr,
     pdl: tl.constexpr,
