@@ -172,6 +172,18 @@ def pool_keys_case(seed: int) -> Arguments:
     }
 
 
+def write_pools_case(dtype: torch.dtype) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        step = Step(seed)
+        k, gate = step.randn(2, ROWS, DIM, dtype=dtype).unbind(0)
+        tail = step.randn(SLOTS * 3, 2 * DIM, dtype=dtype)
+        tail[:3] = torch.nan
+        pool = {"keys_flat": step.pool(DIM, kpool=4, dtype=dtype), "entries": entries_of(step, 4)}
+        return {"k": k, "gate": gate, "ape": step.randn(4, DIM), "tail": tail, "plan": step.ring(4, 3), **pool}
+
+    return make
+
+
 def scores_case(seed: int) -> Arguments:
     step = Step(seed)
     q, weights, keys = step.randn(ROWS, 4, DIM), step.randn(ROWS, 4), step.randn(30, DIM)
@@ -326,6 +338,7 @@ def _cases() -> Iterator[Case]:
         yield Case("hyper_connection.hyper_connection_post", name, post_case(dtype))
         for kpool in (1, 4):
             yield Case("indexer.select_topk_decode", f"{name}-kpool{kpool}", select_case(kpool, dtype))
+        yield Case("indexer.write_pools", name, write_pools_case(dtype))
         for num_shared in (0, 1, 2):
             yield Case("moe.experts", f"{name}-shared{num_shared}", experts_case(dtype, num_shared))
         for rollback in (0, 2):
