@@ -2,7 +2,8 @@
 
 Four launches: the plan (which pairs make up each block), gate and up with the clamped SwiGLU behind them, down, and
 each token's weighted sum in the order of its choice. Grids follow from sizes alone: blocks beyond those that the choice
-needs leave at once. An expert's weights are read by its own blocks only, so what nobody chose is never read.
+needs leave at once. An expert's weights are read by its own blocks only, so what nobody chose is never read. Sizes that
+change from step to step are not specialised, so that a new one never compiles anything.
 
 A pair is one token at one of its experts. Numbers: token * top_k + place for chosen ones, then tokens * top_k +
 shared * tokens + token for shared ones.
@@ -60,7 +61,7 @@ def experts(
         routed_blocks,
         ROWS=rows,
         BINS=triton.next_power_of_2(num_experts + 1),
-        CHUNK=min(1024, max(32, triton.next_power_of_2(pairs))),
+        CHUNK=128 if pairs <= 128 else 1024,
     )
     where = (order, block_expert, T, routed_blocks, shared_blocks, num_experts)
     columns, depth = dividing(inner, tiles.gate_up.columns), dividing(H, tiles.gate_up.depth)
@@ -105,7 +106,7 @@ def experts(
     return out
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_pairs", "num_experts", "num_blocks"])  # type: ignore[untyped-decorator]
 def _plan(
     ids: tl.tensor,
     order: tl.tensor,
@@ -184,7 +185,7 @@ def _dot(a: tl.tensor, b: tl.tensor, total: tl.tensor, UPCAST: tl.constexpr) -> 
     return tl.dot(a, b, total)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tokens", "routed_blocks", "shared_blocks", "num_experts"])  # type: ignore[untyped-decorator]
 def _gate_up(
     x: tl.tensor,
     w13: tl.tensor,
@@ -234,7 +235,7 @@ def _gate_up(
     tl.store(at, value.to(hidden.dtype.element_ty), mask=there)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tokens", "routed_blocks", "shared_blocks", "num_experts"])  # type: ignore[untyped-decorator]
 def _down(
     hidden: tl.tensor,
     w2: tl.tensor,
@@ -272,7 +273,7 @@ def _down(
     tl.store(at, total.to(partial.dtype.element_ty), mask=there)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
 def _sum(
     partial: tl.tensor,
     weights: tl.tensor,

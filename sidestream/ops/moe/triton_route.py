@@ -76,12 +76,12 @@ def route(
         GROUPS=triton.next_power_of_2(num_groups),
         SIZE=triton.next_power_of_2(size),
         PLACES=triton.next_power_of_2(top_k),
-        num_warps=1,
+        num_warps=1 if tiles is None else tiles.choice_warps,
     )
     return weights, ids
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
 def _scores(
     x: tl.tensor,
     weight: tl.tensor,
@@ -124,7 +124,8 @@ def _scores(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rank(value: tl.tensor, number: tl.tensor, there: tl.tensor) -> tl.tensor:
-    """int64 keys that sort as (value up, number down); what is not there is below all. NaN counts as -inf.
+    """int64 keys that sort as (value up, number down); what is not there is below all. NaN counts as -inf. The number
+    is -key modulo 65,536.
 
     The bits of a float, read as an integer, sort as the float does if those of negative ones are flipped.
     """
@@ -134,7 +135,7 @@ def _rank(value: tl.tensor, number: tl.tensor, there: tl.tensor) -> tl.tensor:
     return tl.where(there, ordered * 65536 - number, -0x7FFFFFFFFFFFFFFF)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
 def _choose(
     parts: tl.tensor,
     bias: tl.tensor,
@@ -182,14 +183,15 @@ def _choose(
     key = _rank(biased, expert, there)
     place = tl.arange(0, PLACES)
     chosen_ids = tl.zeros([PLACES], tl.int64)
-    chosen = tl.zeros([PLACES], tl.float32)
     for i in tl.static_range(TOP_K):
-        taken = key == tl.max(tl.max(key, 1), 0)
-        picked = tl.sum(tl.sum(tl.where(taken, expert, 0), 1), 0)
-        value = tl.sum(tl.sum(tl.where(taken, score, 0.0), 1), 0)
-        chosen_ids = tl.where(place == i, picked, chosen_ids)
-        chosen = tl.where(place == i, value, chosen)
-        key = tl.where(taken, -0x7FFFFFFFFFFFFFFF, key)
+        best_key = tl.max(tl.max(key, 1), 0)
+        chosen_ids = tl.where(place == i, -best_key & 0xFFFF, chosen_ids)
+        key = tl.where(key == best_key, -0x7FFFFFFFFFFFFFFF, key)
+    # Read again rather than picked from the tile, which would cost a reduction a place. The same sum, the same bits.
+    chosen_logit = tl.zeros([PLACES], tl.float32)
+    for split in tl.static_range(SPLITS):
+        chosen_logit += tl.load(parts + (token + split * tokens) * num_experts + chosen_ids)
+    chosen = tl.where(place < TOP_K, 1.0 / (1.0 + tl.exp(-chosen_logit)), 0.0)
     if NORMALISED:
         chosen = chosen / (tl.sum(chosen, 0) + 1e-20)
     at = token * TOP_K + place

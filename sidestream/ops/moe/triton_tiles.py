@@ -44,7 +44,8 @@ class ExpertTiles:
 class RouterTiles:
     """Router product: a program takes ``rows`` tokens, ``experts`` experts and one of ``splits`` parts of the depth.
 
-    ``dot`` multiplies by ``tl.dot``, which wants 16 rows; otherwise products are summed lane by lane.
+    ``dot`` multiplies by ``tl.dot``, which wants 16 rows; otherwise products are summed lane by lane. ``choice_warps``
+    compare one token's scores.
     """
 
     rows: int
@@ -54,6 +55,7 @@ class RouterTiles:
     warps: int
     stages: int
     dot: bool
+    choice_warps: int = 2
 
 
 ONE_TOKEN = ExpertTiles(1, Tiles(8, 512, 4, 1), Tiles(8, 512, 4, 1))
