@@ -65,7 +65,7 @@ DOWN = {
 }
 ROWS = {4: (16,), 16: (16,), 64: (16, 32), 128: (16, 32), 512: (64, 128), 1024: (128,), 8192: (128,)}
 """Tokens to the block heights that are tried; others take the table's alone."""
-LANES = [RouterTiles(r, e, d, s, 4, 1, dot=False) for r, e, d, s in ((1, 4, 512, 4), (1, 2, 1024, 4), (1, 8, 512, 8))]
+LANES = [RouterTiles(r, e, d, s, 4, 1, dot=False) for r, e, d, s in ((1, 4, 512, 4), (1, 2, 1024, 4), (1, 2, 512, 8))]
 FEW_LANES = [
     RouterTiles(r, e, d, s, 4, 1, dot=False) for r, e, d, s in ((4, 4, 256, 4), (8, 4, 128, 8), (16, 4, 64, 8))
 ]

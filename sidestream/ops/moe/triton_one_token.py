@@ -40,7 +40,7 @@ def experts(
         hidden,
         num_experts,
         x.stride(1),
-        swiglu_limit or 0.0,
+        float(swiglu_limit or 0.0),
         TOP_K=top_k,
         H=H,
         INNER=inner,
