@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sidestream.ops.hyper_connection import hyper_connection_post, hyper_connection_pre, reference, triton_pre
+from tests.ops.operator_case import call
 from tests.tolerances import BF16_OUTPUT, FP32_GEMM, FP32_ROUNDING
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -25,6 +26,10 @@ def inputs(rows: int, dtype: torch.dtype, hidden: int = HIDDEN) -> dict[str, Any
         "norm_weight": (torch.rand(2, hidden, device="cuda") + 0.5).to(dtype),
     }
     return {**made, "norm_eps": 1e-5, "eps": 1e-6, "iters": 20}
+
+
+def pre(made: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    return call(hyper_connection_pre, made)
 
 
 def wanted(made: dict[str, Any]) -> tuple[torch.Tensor, ...]:
@@ -47,7 +52,7 @@ def wanted(made: dict[str, Any]) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("rows", ROWS)
 def test_collapse_and_expand_equal_the_formula(rows: int, dtype: torch.dtype) -> None:
     made = inputs(rows, dtype)
-    got, want = hyper_connection_pre(**made), wanted(made)
+    got, want = pre(made), wanted(made)
     # Collapse, norm and weight each round to bf16, each perhaps to the other side: one ulp each.
     bound = 4 * FP32_ROUNDING if dtype == torch.float32 else 3 * 2 * BF16_OUTPUT
     torch.testing.assert_close(got[0], want[0], rtol=bound, atol=FP32_GEMM)
@@ -62,9 +67,9 @@ def test_collapse_and_expand_equal_the_formula(rows: int, dtype: torch.dtype) ->
 @pytest.mark.parametrize("rows", [1, 64, 700])
 def test_the_same_bits_every_time(rows: int) -> None:
     made = inputs(rows, torch.bfloat16)
-    first = hyper_connection_pre(**made)
+    first = pre(made)
     for _ in range(20):
-        again = hyper_connection_pre(**made)
+        again = pre(made)
         assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 
@@ -83,9 +88,9 @@ def test_overlapping_kernels_change_nothing(overlap: bool) -> None:
 @pytest.mark.parametrize("rows", [6, 700])
 def test_garbage_in_one_row_stays_there(rows: int) -> None:
     made = inputs(rows, torch.bfloat16)
-    clean = hyper_connection_pre(**made)
+    clean = pre(made)
     made["streams"][::2] = torch.nan
-    dirty = hyper_connection_pre(**made)
+    dirty = pre(made)
     assert all(torch.equal(a[1::2], b[1::2]) for a, b in zip(clean, dirty, strict=True))
 
 
@@ -94,7 +99,7 @@ def test_in_a_graph(rows: int) -> None:
     made = inputs(rows, torch.bfloat16)
 
     def layer() -> torch.Tensor:
-        normed, post, mix = hyper_connection_pre(**made)
+        normed, post, mix = pre(made)
         return hyper_connection_post(made["streams"], normed, post, mix=mix)
 
     layer()
@@ -113,7 +118,7 @@ def test_streams_beyond_two_gigabytes() -> None:
     rows, tail = 70_000, 700
     made = inputs(rows, torch.bfloat16)
     alone = {**made, "streams": made["streams"][-tail:].clone()}
-    whole, part = hyper_connection_pre(**made), hyper_connection_pre(**alone)
+    whole, part = pre(made), pre(alone)
     assert all(torch.equal(a[-tail:], b) for a, b in zip(whole, part, strict=True))
     output = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
     new = hyper_connection_post(made["streams"], output, whole[1], mix=whole[2])

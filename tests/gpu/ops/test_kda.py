@@ -10,7 +10,7 @@ import torch
 from sidestream.core.ring import plan_ring
 from sidestream.ops.kda import decode_step, gate, recurrent, reference, short_conv, torch_impl
 from tests.ops.kda.decode_step_case import decode_step_case, owned
-from tests.ops.operator_case import map_tensors, overwrite
+from tests.ops.operator_case import call, map_tensors, overwrite
 from tests.tolerances import BF16_OUTPUT, BF16_STEPS, FP32_GEMM, FP32_RECURRENCE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -19,6 +19,10 @@ HEADS, DIM = 64, 128
 
 def to_gpu(arguments: dict[str, Any]) -> dict[str, Any]:
     return map_tensors(arguments, lambda tensor: tensor.to("cuda", copy=True))
+
+
+def step(arguments: dict[str, Any]) -> torch.Tensor:
+    return call(decode_step, arguments)[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -30,7 +34,7 @@ def test_decode_step_equals_the_formula(rows: int, heads: int, dim: int, dtype: 
         choice = {"padding": padding, "versions": versions, "rollback": rollback, "bounded": bounded}
         case = decode_step_case(rows, heads, dim, dtype=dtype, **choice)
         mine = to_gpu(case)
-        got = decode_step(**mine).cpu()
+        got = step(mine).cpu()
         want = reference.decode_step(**case)
         assert bool(got.isfinite().all())
         bound = FP32_RECURRENCE if dtype == torch.float32 else BF16_STEPS
@@ -46,7 +50,7 @@ def test_decode_step_gives_the_same_bits_every_time(rows: int) -> None:
     outputs, states = [], []
     for _ in range(20):
         mine = map_tensors(case, torch.clone)
-        outputs.append(decode_step(**mine))
+        outputs.append(step(mine))
         states.append(owned(mine["state"]))
     assert all(torch.equal(outputs[0], other) for other in outputs[1:])
     assert all(torch.equal(states[0], other) for other in states[1:])
@@ -57,7 +61,7 @@ def test_decode_step_of_a_row_does_not_depend_on_its_neighbours() -> None:
     case = to_gpu(decode_step_case(16, HEADS, DIM, padding=2, dtype=torch.bfloat16))
     other = map_tensors(case, torch.clone)
     other["projected"][:13] = torch.nan
-    assert torch.equal(decode_step(**other)[13], decode_step(**case)[13])
+    assert torch.equal(step(other)[13], step(case)[13])
 
 
 @pytest.mark.parametrize("rows", [2, 32])
@@ -67,11 +71,11 @@ def test_decode_step_in_a_graph(rows: int) -> None:
     wanted = []
     for case in cases:
         mine = map_tensors(case, torch.clone)
-        wanted.append((decode_step(**mine), owned(mine["state"])))
+        wanted.append((step(mine), owned(mine["state"])))
     buffers = map_tensors(cases[0], torch.clone)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = decode_step(**buffers)
+        out = step(buffers)
     for which in (1, 0, 1):
         overwrite(buffers, cases[which])
         out.fill_(torch.nan)
@@ -92,7 +96,7 @@ def test_states_beyond_two_gigabytes() -> None:
     starts = mine["start"].tolist()
     plan = plan_ring(starts, [1] * 3, slots.tolist(), window=4, ring_length=3, device=torch.device("cuda"))
     moved = {**mine, "state": states, "conv_state": ring, "plan": plan, "slots": slots}
-    assert torch.equal(decode_step(**moved), decode_step(**mine))
+    assert torch.equal(step(moved), step(mine))
     assert torch.equal(states[slots], mine["state"][mine["slots"]])
 
 
