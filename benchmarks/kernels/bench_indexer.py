@@ -103,9 +103,8 @@ class Step:
         gen = torch.Generator(device="cuda").manual_seed(0)
 
         def draw(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-            if exact:
-                return torch.randint(-2, 3, size, device="cuda", generator=gen).to(dtype)
-            return torch.randn(*size, device="cuda", generator=gen).to(dtype)
+            named: dict[str, Any] = {"device": "cuda", "generator": gen}
+            return (torch.randint(-2, 3, size, **named) if exact else torch.randn(size, **named)).to(dtype)
 
         blocks = 1 + copies * rows * used
         self.keys = draw(blocks, shape.per_block, DIM)
@@ -131,6 +130,9 @@ class Step:
         plan = plan_ring(positions, [1] * rows, list(range(1, rows + 1)), window=4, ring_length=3)
         self.plan = plan.moved([tensor.cuda() for tensor in plan.tensors])
         self.own_rows = torch.arange(rows, device="cuda")
+        usual = select_plan(shape.table // shape.kpool, shape.topk // shape.kpool, ticket=True)
+        assert usual is not None
+        self.tickets = torch.zeros(rows, dtype=torch.int32, device="cuda") if usual.ticket else None
         # As if each row completed a pool in its first page.
         self.places = [self.tables[i, :, 0] * shape.per_block for i in range(copies)]
         width = shape.topk + shape.kpool - 1
@@ -149,7 +151,7 @@ class Step:
     def score(self, i: int, plan: ScorePlan) -> torch.Tensor:
         shape = self.shape
         named: dict[str, Any] = {"block_table": self.tables[i], "context_lens": self.lens, "kpool": shape.kpool}
-        named |= {"picks": shape.topk // shape.kpool, "tickets": None, "plan": plan}
+        named |= {"picks": shape.topk // shape.kpool, "tickets": self.tickets, "plan": plan}
         return paged_scores(self.q[i], self.weights[i], self.keys, **named)
 
     def arguments(self, i: int) -> dict[str, Any]:
@@ -207,7 +209,7 @@ def score_variants(rows: int, entries: int) -> list[ScorePlan]:
     """The table's choice first."""
     made = [score_plan(rows, entries)]
     tiles = [(block, load, 4, 3) for block, load in product((32, 64, 128), (2, 4, 8))]
-    for block, load, warps, stages in [*tiles, (64, 4, 4, 1), (64, 4, 4, 2), (64, 4, 8, 3), (64, 4, 4, 4)]:
+    for block, load, warps, stages in [*tiles, (64, 4, 4, 2), (64, 4, 8, 3)]:
         splits = max(1, min(-(-entries // block), -(-load * 132 // rows)))
         made.append(ScorePlan(block, splits, warps, stages))
     return list(dict.fromkeys(made))
@@ -219,13 +221,16 @@ def select_variants(entries: int, picks: int, *, ticket: bool) -> list[SelectPla
     assert usual is not None
     made = [usual] + [replace(usual, warps=warps) for warps in (4, 8, 16, 32) if 2 <= usual.chunk // 32 // warps <= 32]
     if usual.chunks > 1:
-        made.append(replace(usual, ticket=not ticket))
-        for chunk, flag in product((4096, 8192, 16384, 32768), (ticket, not ticket)):
+        made.insert(1, replace(usual, ticket=not ticket))
+        for chunk in (4096, 8192, 16384, 32768):
             chunks = -(-entries // chunk)
             merge = 1 << (chunks * picks - 1).bit_length()
-            if picks < chunk and chunks > 1 and merge <= 32768 and merge // 32 >= usual.merge_warps:
-                warps = min(max(chunk // 512, merge // 512 if flag else 8), 32)
-                made.append(replace(usual, chunk=chunk, chunks=chunks, merge=merge, warps=warps, ticket=flag))
+            if picks < chunk and chunks > 1 and merge <= 32768:
+                warps, merge_warps = (min(max(block // 512, 8), 32) for block in (chunk, merge))
+                warps = max(warps, merge_warps) if ticket else warps
+                made.append(
+                    replace(usual, chunk=chunk, chunks=chunks, merge=merge, warps=warps, merge_warps=merge_warps)
+                )
     return list(dict.fromkeys(made))
 
 
@@ -239,8 +244,9 @@ def check_shape(shape: Shape) -> None:
     entries, picks = shape.table // shape.kpool, shape.topk // shape.kpool
     scorings, selectings = score_variants(shape.rows, entries), select_variants(entries, picks, ticket=True)
     pairs = [(scoring, selectings[0], False) for scoring in scorings]
-    pairs += [(scorings[0], selecting, fused) for selecting, fused in product(selectings, (False, True))]
-    pairs += [(replace(a, pdl=True), replace(b, pdl=True), fused) for a, b, fused in pairs[-2:] + pairs[:1]]
+    pairs += [(scorings[0], selecting, False) for selecting in selectings]
+    pairs += [(scorings[0], selectings[0], True), (scorings[0], replace(selectings[0], ticket=False), True)]
+    pairs += [(replace(scorings[0], pdl=True), replace(selectings[0], pdl=True), fused) for fused in (False, True)]
     for scoring, selecting, fused in pairs:
         for tensor in (step.out, step.rows, step.counts):
             tensor.fill_(0x7F7F)
@@ -265,13 +271,12 @@ def check_shape(shape: Shape) -> None:
 
 
 def measure_shape(shape: Shape, until: float) -> dict[str, Any]:
-    """Each stage's sweep, then the whole: map behind, map in the top-k, no map (hidden on a side stream), with PDL."""
+    """Each stage's sweep, then the whole: map behind, in the top-k, none (as if hidden on a side stream), with PDL."""
     rows, entries, picks = shape.rows, shape.table // shape.kpool, shape.topk // shape.kpool
     scorings, selectings = score_variants(rows, entries), select_variants(entries, picks, ticket=True)
     step, copies = Step(shape, copies=shape.copies, exact=False), shape.copies
     scored = [step.score(i, scorings[0]) for i in range(min(copies, 4))]
     tickets = torch.zeros(rows, dtype=torch.int32, device="cuda")
-    step.select(0, fused=False, scoring=scorings[0], selecting=selectings[0])
 
     def pick(i: int, plan: SelectPlan) -> None:
         scores = scored[i % len(scored)]
@@ -283,30 +288,30 @@ def measure_shape(shape: Shape, until: float) -> dict[str, Any]:
     maps = [MapPlan(block, warps) for block, warps in ((512, 4), (256, 2), (1024, 4), (256, 4), (128, 1))]
     sweeps["keys"] = best_of(writers, lambda v: timed(lambda i: step.write(i, v), copies), until=until)
     sweeps["map"] = best_of(maps, lambda v: timed(lambda i: step.map(i, v), copies), until=until)
-    selectings += [replace(plan, ticket=False) for plan in selectings[:1] if plan.ticket]
     sweeps["select"] = best_of(selectings, lambda v: timed(lambda i: pick(i, v), copies), until=until)
     sweeps["scores"] = best_of(scorings, lambda v: timed(lambda i: step.score(i, v), copies), until=until)
 
-    def whole(i: int, *, usual: bool, fused: bool, mapped: bool, pdl: bool) -> None:
-        chosen: dict[str, Any] = {name: replace(sweep[0][1], pdl=pdl) for name, sweep in sweeps.items()}
-        if usual:
-            chosen = {"keys": POOLS_PLAN, "scores": scorings[0], "select": selectings[0], "map": DEFAULT_PLAN}
+    table = {"keys": POOLS_PLAN, "scores": scorings[0], "select": selectings[0], "map": DEFAULT_PLAN}
+    best = {name: sweep[0][1] for name, sweep in sweeps.items()}
+
+    def whole(i: int, plans: dict[str, Any], *, fused: bool, mapped: bool, pdl: bool) -> None:
+        chosen: dict[str, Any] = {name: replace(plan, pdl=pdl) for name, plan in plans.items()}
         step.write(i, chosen["keys"])
         step.select(i, fused=fused, scoring=chosen["scores"], selecting=chosen["select"])
         if mapped:
             step.map(i, chosen["map"])
 
     totals = {}
-    for name, (usual, fused, mapped, pdl) in {
-        "table": (True, False, True, False),
-        "best": (False, False, True, False),
-        "fused": (False, True, False, False),
-        "no map": (False, False, False, False),
-        "pdl": (False, False, True, True),
-        "pdl fused": (False, True, False, True),
+    for name, (plans, fused, mapped, pdl) in {
+        "table": (table, False, True, False),
+        "table fused": (table, True, False, False),
+        "table pdl": (table, False, True, True),
+        "table pdl fused": (table, True, False, True),
+        "best": (best, False, True, False),
+        "best without map": (best, False, False, False),
     }.items():
-        flags = {"usual": usual, "fused": fused, "mapped": mapped, "pdl": pdl}
-        totals[name] = timed(lambda i, flags=flags: whole(i, **flags), copies)  # type: ignore[misc]
+        flags: dict[str, Any] = {"plans": plans, "fused": fused, "mapped": mapped, "pdl": pdl}
+        totals[name] = timed(partial(whole, **flags), copies)
     floor = rows * shape.entries * (2 * DIM + 8) / BYTES_PER_US
     return {"shape": shape.name, "bar": shape.bar, "floor": floor, "whole": totals, "sweeps": sweeps}
 
@@ -321,7 +326,7 @@ def check_topk(rows: int, size: int, k: int) -> None:
     for data, lens in product((scores, rough, torch.zeros_like(rough)), (valid, valid - 5)):
         want = topk_torch.topk_ascending(data, lens, k)
         assert torch.equal(topk_ascending(data, lens, k), want), f"top {k} of {rows} x {size}"
-        for plan in select_variants(size, k, ticket=True):
+        for plan in select_variants(size, k, ticket=False):
             select_rows(data, lens, out, picks=k, kpool=1, per_block=1, plan=plan, tickets=tickets)
             assert torch.equal(out, want), f"top {k} of {rows} x {size} by {plan}"
 
@@ -335,16 +340,21 @@ def measure_topk(rows: int, size: int, k: int, bar: float | None, until: float) 
     def pick(i: int, plan: SelectPlan) -> None:
         select_rows(scores[i], valid, out, picks=k, kpool=1, per_block=1, plan=plan, tickets=tickets)
 
-    variants = select_variants(size, k, ticket=True)
+    variants = select_variants(size, k, ticket=False)
     sweep = best_of(variants, lambda v: timed(lambda i: pick(i, v), copies), until=until)
     whole = {"table": timed(lambda i: topk_ascending(scores[i], valid, k), copies), "best": sweep[0][0]}
     floor = rows * size * 4 / BYTES_PER_US
-    name = f"top {k} of {rows} x {size}"
-    return {"shape": name, "bar": bar, "floor": floor, "whole": whole, "sweeps": {"select": sweep}}
+    return {
+        "shape": f"top {k} of {rows} x {size}",
+        "bar": bar,
+        "floor": floor,
+        "whole": whole,
+        "sweeps": {"select": sweep},
+    }
 
 
 def show(result: dict[str, Any]) -> None:
-    bar = f"bar {result['bar']:.0f}" if result["bar"] else "no bar"
+    bar = f"bar {result['bar'] or 0:.0f}"
     whole = ", ".join(f"{name} {us:.1f}" for name, us in result["whole"].items())
     print(f"{result['shape']}: floor {result['floor']:.2f}, {bar}, whole: {whole}")
     for name, sweep in result["sweeps"].items():
@@ -372,11 +382,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of a shape's name")
     arguments = parser.parse_args()
     begin = time.monotonic()
-    measures: dict[str, Callable[[float], dict[str, Any]]] = {}
-    for rows, size, k, bar in TOPK_SHAPES:
-        measures[f"top {k} of {rows} x {size}"] = partial(measure_topk, rows, size, k, bar)
-    for shape in SHAPES:
-        measures[shape.name] = partial(measure_shape, shape)
+    measures: dict[str, Callable[[float], dict[str, Any]]] = {s.name: partial(measure_shape, s) for s in SHAPES}
+    measures |= {f"top {a[2]} of {a[0]} x {a[1]}": partial(measure_topk, *a) for a in TOPK_SHAPES}
     names = [name for name in measures if arguments.only in name]
     with ProcessPoolExecutor(max_workers=len(names), mp_context=get_context("spawn")) as pool:
         wrong = [found for found in pool.map(check, names) if found]
