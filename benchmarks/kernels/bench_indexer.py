@@ -226,11 +226,9 @@ def select_variants(entries: int, picks: int, *, ticket: bool) -> list[SelectPla
             chunks = -(-entries // chunk)
             merge = 1 << (chunks * picks - 1).bit_length()
             if picks < chunk and chunks > 1 and merge <= 32768:
-                warps, merge_warps = (min(max(block // 512, 8), 32) for block in (chunk, merge))
-                warps = max(warps, merge_warps) if ticket else warps
-                made.append(
-                    replace(usual, chunk=chunk, chunks=chunks, merge=merge, warps=warps, merge_warps=merge_warps)
-                )
+                warps, last = (min(max(block // 512, 8), 32) for block in (chunk, merge))
+                sizes = {"chunk": chunk, "chunks": chunks, "merge": merge, "merge_warps": last}
+                made.append(replace(usual, warps=max(warps, last) if ticket else warps, **sizes))
     return list(dict.fromkeys(made))
 
 
@@ -256,9 +254,8 @@ def check_shape(shape: Shape) -> None:
             continue
         if not fused:
             step.map(0, replace(DEFAULT_PLAN, pdl=selecting.pdl))
-        assert torch.equal(step.out, want), f"{shape.name}: selection of {scoring} {selecting}"
-        assert torch.equal(step.rows, want_rows), f"{shape.name}: rows of {selecting}, fused {fused}"
-        assert torch.equal(step.counts, want_counts), f"{shape.name}: counts of {selecting}, fused {fused}"
+        equal = [torch.equal(step.out, want), torch.equal(step.rows, want_rows), torch.equal(step.counts, want_counts)]
+        assert all(equal), f"{shape.name}: selection, rows, counts {equal} by {scoring} {selecting}, fused {fused}"
     if shape.kpool > 1:
         tail, pool = step.tail.clone(), step.keys.clone()
         shared: dict[str, Any] = {"tail": tail, "plan": step.plan, "keys_flat": pool.view(-1, DIM)}
@@ -272,25 +269,22 @@ def check_shape(shape: Shape) -> None:
 
 def measure_shape(shape: Shape, until: float) -> dict[str, Any]:
     """Each stage's sweep, then the whole: map behind, in the top-k, none (as if hidden on a side stream), with PDL."""
-    rows, entries, picks = shape.rows, shape.table // shape.kpool, shape.topk // shape.kpool
-    scorings, selectings = score_variants(rows, entries), select_variants(entries, picks, ticket=True)
+    entries, picks = shape.table // shape.kpool, shape.topk // shape.kpool
+    scorings, selectings = score_variants(shape.rows, entries), select_variants(entries, picks, ticket=True)
     step, copies = Step(shape, copies=shape.copies, exact=False), shape.copies
     scored = [step.score(i, scorings[0]) for i in range(min(copies, 4))]
-    tickets = torch.zeros(rows, dtype=torch.int32, device="cuda")
 
     def pick(i: int, plan: SelectPlan) -> None:
-        scores = scored[i % len(scored)]
         shared: dict[str, Any] = {"picks": picks, "kpool": shape.kpool, "per_block": shape.per_block}
-        select_rows(scores, step.lens, step.out, plan=plan, tickets=tickets, **shared)
+        select_rows(scored[i % len(scored)], step.lens, step.out, plan=plan, tickets=step.tickets, **shared)
 
     sweeps: dict[str, list[tuple[float, Any]]] = {}
     writers = [KeysPlan(warps) for warps in (1, 2, 4)]
     maps = [MapPlan(block, warps) for block, warps in ((512, 4), (256, 2), (1024, 4), (256, 4), (128, 1))]
     sweeps["keys"] = best_of(writers, lambda v: timed(lambda i: step.write(i, v), copies), until=until)
-    sweeps["map"] = best_of(maps, lambda v: timed(lambda i: step.map(i, v), copies), until=until)
     sweeps["select"] = best_of(selectings, lambda v: timed(lambda i: pick(i, v), copies), until=until)
+    sweeps["map"] = best_of(maps, lambda v: timed(lambda i: step.map(i, v), copies), until=until)
     sweeps["scores"] = best_of(scorings, lambda v: timed(lambda i: step.score(i, v), copies), until=until)
-
     table = {"keys": POOLS_PLAN, "scores": scorings[0], "select": selectings[0], "map": DEFAULT_PLAN}
     best = {name: sweep[0][1] for name, sweep in sweeps.items()}
 
@@ -312,7 +306,7 @@ def measure_shape(shape: Shape, until: float) -> dict[str, Any]:
     }.items():
         flags: dict[str, Any] = {"plans": plans, "fused": fused, "mapped": mapped, "pdl": pdl}
         totals[name] = timed(partial(whole, **flags), copies)
-    floor = rows * shape.entries * (2 * DIM + 8) / BYTES_PER_US
+    floor = shape.rows * shape.entries * (2 * DIM + 8) / BYTES_PER_US
     return {"shape": shape.name, "bar": shape.bar, "floor": floor, "whole": totals, "sweeps": sweeps}
 
 
