@@ -11,6 +11,7 @@ from rich.console import Console
 from sidestream import __version__
 from sidestream.cli.doctor import doctor
 from sidestream.cli.generate import generate
+from sidestream.cli.verify import verify
 from sidestream.errors import SidestreamError
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(doctor)
+app.command()(verify)
 
 
 def _version(value: bool) -> None:
