@@ -152,7 +152,6 @@ class ModelRunner:
             inputs = self._scratch(plan)
             with self._context(inputs, plan.mode, buffers=True):
                 runner.warm_up(self._forward_of(plan))
-            self.streams.backend.synchronize()
             inputs = self._scratch(plan)
             with self._context(inputs, plan.mode, buffers=True):
                 runner.capture(plan, self._forward_of(plan), inputs)

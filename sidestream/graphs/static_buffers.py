@@ -68,6 +68,10 @@ class StaticBuffers:
         held.copy_(tensor)
         return held
 
+    def existing(self, name: str, rows: int) -> torch.Tensor:
+        """The first rows of a buffer that was taken before."""
+        return self._buffers[name][:rows]
+
     def poison(self) -> None:
         """Overwrite every buffer on the current stream, so that a replay which does not write one is seen: floats with
         NaN, integers with their smallest value, unsigned ones with their largest, since zero would look like data."""

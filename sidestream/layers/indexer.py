@@ -14,7 +14,7 @@ from sidestream.layers.boundary import break_without_result
 from sidestream.layers.linear import Projection
 from sidestream.layers.loader import LayerLoader
 from sidestream.layers.rope import Rotation
-from sidestream.ops.indexer import pool_keys, select_topk, select_topk_decode, write_keys
+from sidestream.ops.indexer import pool_keys, select_topk, select_topk_decode, write_keys, write_pools
 from sidestream.ops.norm import layer_norm
 from sidestream.ops.rope import apply_rope
 
@@ -99,6 +99,18 @@ class Indexer:
         flat_keys = cache.index_keys.view(-1, indexer.head_dim)
         if gate is None or self.ape is None:
             write_keys(flat_keys, inputs.slot_mapping[:rows], key)
+        elif inputs.uniform:
+            assert inputs.pools is not None
+            assert cache.index_tail is not None
+            write_pools(
+                key,
+                gate[:rows],
+                self.ape,
+                tail=cache.index_tail,
+                plan=inputs.pools.ring,
+                keys_flat=flat_keys,
+                entries=inputs.pools.entries,
+            )
         else:
             assert inputs.pools is not None
             assert cache.index_tail is not None

@@ -15,7 +15,7 @@ from sidestream.core.step_inputs import StepInputs
 from sidestream.layers.boundary import across_break
 from sidestream.layers.linear import MergedLinear, Projection, RowLinear
 from sidestream.layers.loader import LayerLoader
-from sidestream.ops.kda import chunked, gate, recurrent, short_conv
+from sidestream.ops.kda import chunked, decode_step, gate, recurrent, short_conv
 from sidestream.ops.norm import gated_rms_norm
 
 
@@ -75,7 +75,9 @@ class KimiDeltaAttention:
         """[Tp, ..] projections -> [Tp, H * V], zeros behind the rows of the step."""
         context = get_forward_context()
         inputs, cache = context.inputs, context.caches[self.layer]
-        given, rows = projected.shape[0], inputs.mixer_rows
+        if inputs.uniform:
+            return self._decode(projected, inputs=inputs, cache=cache)
+        given, rows = projected.shape[0], inputs.num_tokens
         qkv, low, beta = torch.split(projected, self.sizes, dim=-1)
         low = low.view(given, 2, self.head_dim).transpose(0, 1)
         forget, output_gate = torch.bmm(low, self.expand.transpose(1, 2)).unbind()
@@ -85,6 +87,27 @@ class KimiDeltaAttention:
         mixed = self._mix(true_rows(qkv, rows), forget, beta, inputs=inputs, cache=cache)
         normed = gated_rms_norm(mixed, output_gate, self.norm, eps=self.norm_eps)
         return pad_rows(normed.reshape(rows, -1), given)
+
+    def _decode(self, projected: torch.Tensor, *, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
+        """``_attend`` of a step in which each row is a sequence of its own, padding too: one operator."""
+        assert cache.conv is not None, f"layer {self.layer} has no convolution state"
+        assert cache.recurrent is not None, f"layer {self.layer} has no recurrent state"
+        assert inputs.conv is not None, "the step was laid out without a convolution"
+        return decode_step(
+            projected,
+            cache.conv,
+            cache.recurrent,
+            conv_weight=self.conv,
+            plan=inputs.conv,
+            expand=self.expand,
+            dt_bias=self.dt_bias,
+            A_log=self.a_log,
+            lower_bound=self.lower_bound,
+            norm_weight=self.norm,
+            norm_eps=self.norm_eps,
+            slots=inputs.slots,
+            start=inputs.starts,
+        )
 
     def _mix(
         self, qkv: torch.Tensor, forget: torch.Tensor, beta: torch.Tensor, *, inputs: StepInputs, cache: LayerCache
@@ -96,7 +119,7 @@ class KimiDeltaAttention:
         tokens, heads, dim = qkv.shape[0], self.num_heads, self.head_dim
         convolved = short_conv(qkv, cache.conv, self.conv, plan=inputs.conv).view(tokens, 3, heads, dim)
         q, k, v = convolved.unbind(1)
-        decodes, split = (tokens, tokens) if inputs.uniform else (inputs.num_decode, inputs.num_decode_tokens)
+        decodes, split = inputs.num_decode, inputs.num_decode_tokens
         outputs = []
         if decodes:
             shape = (decodes, split // decodes, heads)

@@ -110,6 +110,32 @@ def recurrent_case(tokens: int, versions: int) -> Callable[[int], Arguments]:
     return make
 
 
+def decode_step_case(rollback: int, dtype: torch.dtype) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        step, length, dim = Step(seed), 3 + rollback, 16
+        width = HEADS * dim
+        conv_state = step.randn(SLOTS * length, 3 * width, dtype=dtype)
+        state = step.randn(SLOTS, 1 + rollback, HEADS, dim, dim)
+        conv_state[:length], state[0] = torch.nan, torch.nan
+        return {
+            "projected": step.randn(ROWS, 3 * width + 2 * dim + HEADS, dtype=dtype),
+            "conv_state": conv_state,
+            "state": state,
+            "conv_weight": step.randn(4, 3 * width).t(),
+            "plan": step.ring(4, length),
+            "expand": step.randn(2, width, dim, dtype=dtype),
+            "dt_bias": step.randn(width),
+            "A_log": step.randn(HEADS),
+            "lower_bound": -5.0 if rollback else None,
+            "norm_weight": step.randn(dim, dtype=dtype),
+            "norm_eps": 1e-5,
+            "slots": step.slots,
+            "start": step.positions,
+        }
+
+    return make
+
+
 def chunked_case(seed: int) -> Arguments:
     step, lengths = Step(seed), (9, 2)
     tokens = sum(lengths)
@@ -144,6 +170,18 @@ def pool_keys_case(seed: int) -> Arguments:
         "plan": step.ring(4, 3),
         "pools": torch.arange(ROWS),
     }
+
+
+def write_pools_case(dtype: torch.dtype) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        step = Step(seed)
+        k, gate = step.randn(2, ROWS, DIM, dtype=dtype).unbind(0)
+        tail = step.randn(SLOTS * 3, 2 * DIM, dtype=dtype)
+        tail[:3] = torch.nan
+        pool = {"keys_flat": step.pool(DIM, kpool=4, dtype=dtype), "entries": entries_of(step, 4)}
+        return {"k": k, "gate": gate, "ape": step.randn(4, DIM), "tail": tail, "plan": step.ring(4, 3), **pool}
+
+    return make
 
 
 def scores_case(seed: int) -> Arguments:
@@ -300,10 +338,12 @@ def _cases() -> Iterator[Case]:
         yield Case("hyper_connection.hyper_connection_post", name, post_case(dtype))
         for kpool in (1, 4):
             yield Case("indexer.select_topk_decode", f"{name}-kpool{kpool}", select_case(kpool, dtype))
+        yield Case("indexer.write_pools", name, write_pools_case(dtype))
         for num_shared in (0, 1, 2):
             yield Case("moe.experts", f"{name}-shared{num_shared}", experts_case(dtype, num_shared))
         for rollback in (0, 2):
             yield Case("kda.short_conv", f"{name}-rollback{rollback}", conv_case(rollback, dtype))
+            yield Case("kda.decode_step", f"{name}-rollback{rollback}", decode_step_case(rollback, dtype))
     for bound in (None, -5.0):
         yield Case("kda.gate", f"bound{bound}", gate_case(bound))
     for tokens, versions in ((1, 1), (1, 3), (2, 3)):

@@ -1,5 +1,9 @@
 """Hyper-connections: several residual streams, collapsed into a sublayer's input and mixed around its output."""
 
+from __future__ import annotations
+
+import torch
+
 from sidestream.ops.hyper_connection import torch_impl
 from sidestream.ops.operator import operator
 
@@ -11,3 +15,34 @@ hyper_connection_pre = operator(
 hyper_connection_post = operator("hyper_connection.hyper_connection_post", reads=("streams", "output", "post", "mix"))(
     torch_impl.hyper_connection_post
 )
+
+
+@hyper_connection_pre.register("cuda")
+def _pre(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    *,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+    eps: float,
+    iters: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    function = torch_impl.hyper_connection_pre
+    if streams.is_cuda:
+        from sidestream.ops.hyper_connection import triton_pre
+
+        if triton_pre.takes(streams, fn, base, norm_weight):
+            function = triton_pre.hyper_connection_pre
+    return function(streams, fn, base, norm_weight=norm_weight, norm_eps=norm_eps, eps=eps, iters=iters)
+
+
+@hyper_connection_post.register("cuda")
+def _post(streams: torch.Tensor, output: torch.Tensor, post: torch.Tensor, *, mix: torch.Tensor) -> torch.Tensor:
+    function = torch_impl.hyper_connection_post
+    if streams.is_cuda:
+        from sidestream.ops.hyper_connection import triton_post
+
+        if triton_post.takes(streams, output):
+            function = triton_post.hyper_connection_post
+    return function(streams, output, post, mix=mix)

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+from sidestream.core.ring import RingPlan
 from sidestream.core.segment import Segment
 from sidestream.ops.indexer import decode, keys, torch_impl
 from sidestream.ops.operator import operator
 
-__all__ = ["Segment", "index_scores", "pool_keys", "select_topk", "select_topk_decode", "write_keys"]
+__all__ = [
+    "Segment",
+    "index_scores",
+    "pool_keys",
+    "select_topk",
+    "select_topk_decode",
+    "write_keys",
+    "write_pools",
+]
 
 write_keys = operator("indexer.write_keys", reads=("rows", "k"), writes=("keys_flat",), rows={"keys_flat": "rows"})(
     keys.write_keys
@@ -17,6 +30,12 @@ pool_keys = operator(
     writes=("tail",),
     rows={"tail": "plan"},
 )(keys.pool_keys)
+write_pools = operator(
+    "indexer.write_pools",
+    reads=("k", "gate", "ape", "tail", "plan", "entries"),
+    writes=("tail", "keys_flat"),
+    rows={"tail": "plan", "keys_flat": "entries"},
+)(keys.write_pools)
 index_scores = operator("indexer.index_scores", reads=("q", "weights", "keys"))(torch_impl.index_scores)
 select_topk = operator(
     "indexer.select_topk",
@@ -30,3 +49,54 @@ select_topk_decode = operator(
     writes=("out",),
     rows={"keys": "block_table"},
 )(decode.select_topk_decode)
+
+
+@write_keys.register("cuda")
+def _write_keys(keys_flat: torch.Tensor, rows: torch.Tensor, k: torch.Tensor) -> None:
+    if keys_flat.is_cuda:
+        from sidestream.ops.indexer import triton_keys
+
+        if keys_flat.dtype in triton_keys.FLOATS and k.dtype in triton_keys.FLOATS:
+            return triton_keys.write_keys(keys_flat, rows, k)
+    return keys.write_keys(keys_flat, rows, k)
+
+
+@write_pools.register("cuda")
+def _write_pools(
+    k: torch.Tensor,
+    gate: torch.Tensor,
+    ape: torch.Tensor,
+    *,
+    tail: torch.Tensor,
+    plan: RingPlan,
+    keys_flat: torch.Tensor,
+    entries: torch.Tensor,
+) -> None:
+    if k.is_cuda:
+        from sidestream.ops.indexer import triton_keys
+
+        if triton_keys.takes_pools(k, gate, tail, keys_flat, plan):
+            return triton_keys.write_pools(k, gate, ape, tail=tail, plan=plan, keys_flat=keys_flat, entries=entries)
+    return keys.write_pools(k, gate, ape, tail=tail, plan=plan, keys_flat=keys_flat, entries=entries)
+
+
+@select_topk_decode.register("cuda")
+def _select_topk_decode(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    *,
+    block_table: torch.Tensor,
+    topk: int,
+    kpool: int,
+    **others: Any,
+) -> None:
+    if q.is_cuda:
+        from sidestream.ops.indexer import triton_decode
+
+        if triton_decode.takes(q, weights, keys, block_table, topk // kpool):
+            others.pop("scratch_bytes", None)
+            return triton_decode.select_topk_decode(
+                q, weights, keys, block_table=block_table, topk=topk, kpool=kpool, **others
+            )
+    return decode.select_topk_decode(q, weights, keys, block_table=block_table, topk=topk, kpool=kpool, **others)

@@ -60,3 +60,27 @@ def pool_keys(
     kept = step if plan.keep_tokens.shape[0] == step.shape[0] else step.index_select(0, plan.keep_tokens)
     tail.index_copy_(0, plan.keep_rows, kept.to(tail.dtype))
     return pooled
+
+
+def write_pools(
+    k: torch.Tensor,
+    gate: torch.Tensor,
+    ape: torch.Tensor,
+    *,
+    tail: torch.Tensor,
+    plan: RingPlan,
+    keys_flat: torch.Tensor,
+    entries: torch.Tensor,
+) -> None:
+    """``pool_keys`` and ``write_keys`` of a uniform decode: row r is the one new token of a sequence of its own.
+
+    Args:
+        k, gate, ape: as for ``pool_keys``.
+        tail: as for ``pool_keys``; no two rows but padding ones share a slot.
+        plan: of one token a sequence: ``carry_rows`` [R * (kpool - 1)], ``keep_rows`` [R].
+        keys_flat: [N, D], written at ``entries`` only.
+        entries: [R] int64 where each row's pool is stored; a scratch entry for rows that complete none, whose key
+            means nothing.
+    """
+    rows = torch.arange(k.shape[0], device=k.device)
+    write_keys(keys_flat, entries, pool_keys(k, gate, ape, tail=tail, plan=plan, pools=rows))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from sidestream.core.ring import RingPlan
 from sidestream.core.segment import Segment
 from sidestream.ops.topk.reference import topk_ascending
 
@@ -18,6 +19,30 @@ def pooled_keys(k: torch.Tensor, gate: torch.Tensor, ape: torch.Tensor) -> torch
         raw = (gate[first : first + kpool] + ape).exp()
         out.append((raw / raw.sum(dim=0) * k[first : first + kpool]).sum(dim=0))
     return torch.stack(out) if out else k.new_empty(0, k.shape[1])
+
+
+def write_pools(
+    k: torch.Tensor,
+    gate: torch.Tensor,
+    ape: torch.Tensor,
+    *,
+    tail: torch.Tensor,
+    plan: RingPlan,
+    keys_flat: torch.Tensor,
+    entries: torch.Tensor,
+) -> None:
+    """As the fast path, one row after another; a pool that begins before its sequence is left out."""
+    dim, carried = k.shape[1], plan.window - 1
+    for row in range(k.shape[0]):
+        members = plan.window_rows[row, :carried]
+        ring = tail[plan.carry_rows[row * carried : (row + 1) * carried]].float()
+        own = torch.cat([k[row], gate[row]])
+        if bool((members > 0).all()):
+            window = torch.cat([ring, own[None].float()])
+            keys_flat[entries[row]] = (
+                pooled_keys(window[:, :dim], window[:, dim:], ape)[0].to(k.dtype).to(keys_flat.dtype)
+            )
+        tail[plan.keep_rows[row]] = own.to(tail.dtype)
 
 
 def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, *, scale: float) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from sidestream.core.ring import RingPlan
+from sidestream.ops.norm.reference import gated_rms_norm
 
 
 def short_conv(x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, *, plan: RingPlan) -> torch.Tensor:
@@ -83,6 +84,41 @@ def chunked(
             state[slot, (position + length) % state.shape[1], h] = memory
         first += length
     return out.to(v.dtype)
+
+
+def decode_step(
+    projected: torch.Tensor,
+    conv_state: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    conv_weight: torch.Tensor,
+    plan: RingPlan,
+    expand: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    lower_bound: float | None,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+    slots: torch.Tensor,
+    start: torch.Tensor,
+) -> torch.Tensor:
+    """The parts above in fp32, one behind the other; rounded once. See ``decode.decode_step``."""
+    T, H, D = projected.shape[0], A_log.numel(), expand.shape[2]
+    qkv, low_f, low_g, beta = torch.split(projected.float(), [3 * H * D, D, D, H], dim=-1)
+    forget, output_gate = low_f @ expand[0].float().T, low_g @ expand[1].float().T
+    convolved = short_conv(qkv, conv_state, conv_weight, plan=plan).view(T, 3, 1, H, D)
+    mixed = recurrent(
+        convolved[:, 0],
+        convolved[:, 1],
+        convolved[:, 2],
+        g=gate(forget, dt_bias, A_log, lower_bound=lower_bound).view(T, 1, H, D),
+        beta=torch.sigmoid(beta).view(T, 1, H),
+        state=state,
+        slots=slots,
+        start=start,
+    )
+    normed = gated_rms_norm(mixed.view(T, H, D), output_gate.view(T, H, D), norm_weight, eps=norm_eps)
+    return normed.reshape(T, H * D).to(projected.dtype)
 
 
 def _initial(state: torch.Tensor, slot: int, position: int, head: int) -> torch.Tensor:

@@ -28,3 +28,17 @@ def write_rows(
         rope: [T, p] float, None exactly where p is 0.
     """
     pool.index_copy_(0, rows_index, pack_rows(latent, rope, layout))
+
+
+@write_rows.register("cuda")
+def _write_on_cuda(
+    pool: torch.Tensor,
+    rows_index: torch.Tensor,
+    latent: torch.Tensor,
+    *,
+    rope: torch.Tensor | None,
+    layout: KVRowLayout,
+) -> None:
+    from sidestream.ops.kv_rows import triton_write  # not before a tensor needs it: engines on a CPU have no Triton
+
+    triton_write.write_rows(pool, rows_index, latent, rope=rope, layout=layout)

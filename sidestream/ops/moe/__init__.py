@@ -6,6 +6,7 @@ from sidestream.ops.operator import operator
 __all__ = ["experts", "route", "swiglu"]
 
 route = operator("moe.route", reads=("x", "weight", "bias"))(torch_impl.route)
+route.register("cuda")(device_impl.route)
 experts = operator(
     "moe.experts",
     reads=("x", "w13", "w2", "weights", "ids"),
@@ -13,3 +14,4 @@ experts = operator(
 experts.register("cuda")(device_impl.grouped_where_possible)
 experts.register("sim")(device_impl.expert_by_expert)
 swiglu = operator("moe.swiglu", reads=("gate_up",))(torch_impl.swiglu)
+swiglu.register("cuda")(device_impl.swiglu_in_one)

@@ -1,14 +1,66 @@
-"""Experts without a host read: for steps that are captured, whatever the router chose."""
+"""Router, experts and SwiGLU without a host read: for steps that are captured, whatever the router chose.
+
+On a CUDA device, Triton kernels where dtypes and sizes suit them; they are imported when the first such call comes.
+"""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
 
 from sidestream.ops.decode_groups import scratch_of
+from sidestream.ops.moe import torch_impl
 from sidestream.ops.moe.torch_impl import fits_grouped_mm, grouped_experts, swiglu
+from sidestream.ops.moe.triton_tiles import LIBRARY_ROWS, expert_tiles, mean_rows, router_tiles
+
+SMALLEST_TILE = 32
+"""Elements that must divide both sizes of an expert."""
+MOST_EXPERTS = 1024
+"""What one program of the router compares."""
+
+
+def route(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    *,
+    top_k: int,
+    num_groups: int,
+    topk_groups: int,
+    norm_topk_prob: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``torch_impl.route``, in two launches up to some hundred tokens. NaN counts as the worst score."""
+    suits = x.is_cuda and _one_dtype(torch.float32, weight, bias) and x.dtype in (torch.float32, torch.bfloat16)
+    suits = suits and x.shape[0] > 0 and x.stride(1) == 1 and weight.is_contiguous() and bias.is_contiguous()
+    run: Callable[..., tuple[torch.Tensor, torch.Tensor]] = torch_impl.route
+    if suits and weight.shape[0] <= MOST_EXPERTS and x.shape[1] % SMALLEST_TILE == 0:
+        from sidestream.ops.moe import triton_route
+
+        run = partial(triton_route.route, tiles=router_tiles(x.shape[0]))
+    return run(
+        x,
+        weight,
+        bias,
+        top_k=top_k,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        norm_topk_prob=norm_topk_prob,
+        scale=scale,
+    )
+
+
+def swiglu_in_one(gate_up: torch.Tensor, *, limit: float | None) -> torch.Tensor:
+    """``torch_impl.swiglu``, in one launch and rounded once."""
+    known = gate_up.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if not (gate_up.is_cuda and known and gate_up.dim() == 2 and gate_up.numel() > 0):
+        return torch_impl.swiglu(gate_up, limit=limit)
+    from sidestream.ops.moe import triton_swiglu
+
+    return triton_swiglu.swiglu(gate_up, limit=limit)
 
 
 def grouped_where_possible(
@@ -21,13 +73,44 @@ def grouped_where_possible(
     num_shared: int,
     swiglu_limit: float | None,
 ) -> torch.Tensor:
-    """``experts`` on a CUDA device: by ``grouped_mm`` where that stays on the device, else expert by expert.
+    """``experts`` on a CUDA device, rows grouped by expert: by Triton, or by ``grouped_mm`` where experts have many
+    rows each and it stays on the device; else expert by expert.
 
-    See ``torch_impl.experts`` for the arguments.
+    See ``torch_impl.experts`` for the arguments. Which one runs depends on sizes alone.
     """
+    if _suits_triton(x, w13, w2) and not _library_is_faster(x, w13, ids, num_shared):
+        from sidestream.ops.moe import triton_grouped, triton_one_token
+
+        module = triton_one_token if x.shape[0] == 1 else triton_grouped
+        run: Callable[..., torch.Tensor] = module.experts
+        return run(
+            x,
+            w13,
+            w2,
+            weights=weights,
+            ids=ids,
+            num_shared=num_shared,
+            swiglu_limit=swiglu_limit,
+            tiles=expert_tiles(x.shape[0], ids.shape[1], w13.shape[0] - num_shared),
+        )
     if not (x.is_cuda and _grouped_on_device(x.device) and fits_grouped_mm(w13)):
         return expert_by_expert(x, w13, w2, weights=weights, ids=ids, num_shared=num_shared, swiglu_limit=swiglu_limit)
     return grouped(x, w13, w2, weights=weights, ids=ids, num_shared=num_shared, swiglu_limit=swiglu_limit)
+
+
+def _suits_triton(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> bool:
+    sizes = all(size % SMALLEST_TILE == 0 for size in w2.shape[1:])
+    dense = w13.is_contiguous() and w2.is_contiguous() and x.stride(1) == 1
+    return x.is_cuda and x.shape[0] > 0 and _one_dtype(torch.bfloat16, x, w13, w2) and sizes and dense
+
+
+def _library_is_faster(x: torch.Tensor, w13: torch.Tensor, ids: torch.Tensor, num_shared: int) -> bool:
+    mean = mean_rows(x.shape[0], ids.shape[1], w13.shape[0] - num_shared)
+    return mean >= LIBRARY_ROWS and fits_grouped_mm(w13) and _grouped_on_device(x.device)
+
+
+def _one_dtype(dtype: torch.dtype, *tensors: torch.Tensor) -> bool:
+    return all(tensor.dtype is dtype for tensor in tensors)
 
 
 def grouped(

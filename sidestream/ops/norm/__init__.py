@@ -1,5 +1,9 @@
 """Norms: RMS norm, layer norm, and the gated RMS norm behind linear attention."""
 
+from __future__ import annotations
+
+import torch
+
 from sidestream.ops.norm import torch_impl
 from sidestream.ops.operator import operator
 
@@ -8,3 +12,33 @@ __all__ = ["gated_rms_norm", "layer_norm", "rms_norm"]
 rms_norm = operator("norm.rms_norm", reads=("x", "weight"))(torch_impl.rms_norm)
 layer_norm = operator("norm.layer_norm", reads=("x", "weight", "bias"))(torch_impl.layer_norm)
 gated_rms_norm = operator("norm.gated_rms_norm", reads=("x", "gate", "weight"))(torch_impl.gated_rms_norm)
+
+
+@rms_norm.register("cuda")
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if x.is_cuda:
+        from sidestream.ops.norm import triton_norms
+
+        if triton_norms.takes(x, weight):
+            return triton_norms.rms_norm(x, weight, eps)
+    return torch_impl.rms_norm(x, weight, eps)
+
+
+@layer_norm.register("cuda")
+def _layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, eps: float) -> torch.Tensor:
+    if x.is_cuda:
+        from sidestream.ops.norm import triton_norms
+
+        if triton_norms.takes(x, weight, bias):
+            return triton_norms.layer_norm(x, weight, bias, eps=eps)
+    return torch_impl.layer_norm(x, weight, bias, eps=eps)
+
+
+@gated_rms_norm.register("cuda")
+def _gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+    if x.is_cuda:
+        from sidestream.ops.norm import triton_norms
+
+        if triton_norms.takes(x, gate, weight) and gate.dim() == x.dim():
+            return triton_norms.gated_rms_norm(x, gate, weight, eps=eps)
+    return torch_impl.gated_rms_norm(x, gate, weight, eps=eps)

@@ -1,0 +1,345 @@
+"""The collapse of four hyper-connection streams as two Triton kernels: partial products, then everything else.
+
+The first multiplies a block of rows with a share of ``fn`` and leaves sums of that share: 24 products and the square.
+The second adds the shares of a row in a fixed order. Some of its programs collapse and norm a row each, others iterate
+Sinkhorn, which nothing waits for but ``hyper_connection_post``: the two latencies overlap.
+
+Floor at 4 streams of 4,096 bf16: ``fn`` (1.6 MB) and 40 KB a row, 0.4 us at batch 1 and 1.0 us at 64; the two kernels'
+latencies decide: about 2 us each, of which Sinkhorn's 39 dependent divisions are 1.4. Expected: 3.5 us at batch 1, 4.5
+at 64 (with ``hyper_connection_post``, 5 and 6.5), 150 us at 8,192.
+
+The number of shares depends on the number of padded rows, so bits do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+STREAMS = 4
+COLUMNS = 32
+"""Of a share: pre [4], post [4], comb [16], the sum of squares, then nothing."""
+MAX_HIDDEN = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How the two kernels are launched.
+
+    Attributes:
+        block: rows that a program multiplies; a power of two, at least 16.
+        shares: parts of ``fn``.
+        depth: elements of a share multiplied at once.
+        warps: of the products; finish_warps: of the second kernel.
+        sinkhorn_rows: that one program iterates, 1 or a power of two.
+        overlap: start the second kernel while the first runs (programmatic dependent launch).
+    """
+
+    block: int
+    shares: int
+    depth: int
+    warps: int
+    finish_warps: int
+    sinkhorn_rows: int = 1
+    overlap: bool = False
+
+
+def launch_for(rows: int) -> Launch:
+    if rows <= 16:
+        return Launch(block=16, shares=64, depth=128, warps=4, finish_warps=8)
+    if rows <= 128:
+        return Launch(block=16, shares=32, depth=128, warps=4, finish_warps=8)
+    if rows <= 512:
+        return Launch(block=32, shares=16, depth=128, warps=4, finish_warps=8)
+    return Launch(block=64, shares=4, depth=64, warps=4, finish_warps=8, sinkhorn_rows=64)
+
+
+def takes(streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, norm_weight: torch.Tensor) -> bool:
+    """Whether the kernels run these: four contiguous streams of at most ``MAX_HIDDEN``."""
+    T, S, H = streams.shape
+    fp32 = fn.dtype == base.dtype == torch.float32 and fn.is_contiguous() and base.is_contiguous()
+    weight = norm_weight.dtype == streams.dtype and norm_weight.stride(1) == 1
+    return T > 0 and S == STREAMS and H <= MAX_HIDDEN and streams.is_contiguous() and fp32 and weight
+
+
+def hyper_connection_pre(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    *,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+    eps: float,
+    iters: int,
+    launch: Launch | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As ``torch_impl.hyper_connection_pre``; for what ``takes`` allows. All three results are contiguous."""
+    T, S, H = streams.shape
+    if launch is None:
+        launch = launch_for(T)
+    width = S * H
+    steps = triton.cdiv(triton.cdiv(width, launch.depth), launch.shares)
+    compiled = isinstance(_products, triton.JITFunction)
+    partials = torch.empty(T, launch.shares, COLUMNS, dtype=torch.float32, device=streams.device)
+    _products[(triton.cdiv(T, launch.block), launch.shares)](
+        streams,
+        fn,
+        partials,
+        T,
+        WIDTH=width,
+        BLOCK=launch.block,
+        SHARES=launch.shares,
+        DEPTH=launch.depth,
+        STEPS=steps,
+        SPLIT=compiled and streams.dtype == torch.bfloat16,
+        OVERLAP=launch.overlap,
+        num_warps=launch.warps,
+    )
+    normed = torch.empty(T, H, dtype=streams.dtype, device=streams.device)
+    post = torch.empty(T, S, 1, dtype=torch.float32, device=streams.device)
+    mix = torch.empty(T, S, S, dtype=torch.float32, device=streams.device)
+    iterating = triton.cdiv(T, launch.sinkhorn_rows)
+    overlap = {"launch_pdl": True} if launch.overlap else {}
+    _finish[(iterating + T,)](
+        partials,
+        streams,
+        base,
+        norm_weight,
+        normed,
+        post,
+        mix,
+        norm_eps,
+        eps,
+        T,
+        iterating,
+        H=H,
+        BLOCK=triton.next_power_of_2(H),
+        SHARES=launch.shares,
+        ROWS=launch.sinkhorn_rows,
+        ITERS=iters,
+        OVERLAP=launch.overlap,
+        num_warps=launch.finish_warps,
+        **overlap,
+    )
+    return normed, post, mix
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _products(
+    streams: tl.tensor,
+    fn: tl.tensor,
+    partials: tl.tensor,
+    T: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHARES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STEPS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """partials[row, share]. With ``SPLIT`` fp32 factors are three bf16 terms (24 bits), whose products with bf16
+    streams are exact: matrix units then add in fp32."""
+    if OVERLAP:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    share = tl.program_id(1)
+    column = tl.arange(0, 32)
+    first = share * STEPS * DEPTH
+    products = tl.zeros((BLOCK, 32), dtype=tl.float32)
+    square = tl.zeros((BLOCK,), dtype=tl.float32)
+    for step in range(STEPS):
+        k = first + step * DEPTH + tl.arange(0, DEPTH)
+        real = (row < T)[:, None] & (k < WIDTH)[None, :]
+        x = tl.load(streams + row[:, None] * WIDTH + k[None, :], mask=real, other=0.0)
+        factor = tl.load(
+            fn + column[:, None] * WIDTH + k[None, :], mask=(column < 24)[:, None] & (k < WIDTH)[None, :], other=0.0
+        )
+        wide = x.to(tl.float32)
+        square += tl.sum(wide * wide, axis=1)
+        if SPLIT:
+            high = factor.to(tl.bfloat16)
+            rest = factor - high.to(tl.float32)
+            middle = rest.to(tl.bfloat16)
+            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+            products = tl.dot(x, tl.trans(low), products)
+            products = tl.dot(x, tl.trans(middle), products)
+            products = tl.dot(x, tl.trans(high), products)
+        else:
+            products = tl.dot(wide, tl.trans(factor), products, input_precision="ieee")
+    result = tl.where(column[None, :] == 24, square[:, None], products)
+    at = (row[:, None] * SHARES + share) * 32 + column[None, :]
+    tl.store(partials + at, result, mask=(row < T)[:, None])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _finish(
+    partials: tl.tensor,
+    streams: tl.tensor,
+    base: tl.tensor,
+    norm_weight: tl.tensor,
+    normed: tl.tensor,
+    post: tl.tensor,
+    mix: tl.tensor,
+    norm_eps: tl.tensor,
+    eps: tl.tensor,
+    T: tl.tensor,
+    iterating: tl.tensor,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHARES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ITERS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """The first ``iterating`` programs take ``ROWS`` rows each through Sinkhorn, the others collapse one row each."""
+    program = tl.program_id(0)
+    if program < iterating:
+        if OVERLAP:
+            gdc_wait()
+        _spread(partials, base, post, mix, norm_eps, eps, T, 4 * H, SHARES, ROWS, ITERS)
+    else:
+        row = (program - iterating).to(tl.int64)
+        h = tl.arange(0, BLOCK)
+        x = streams + row * 4 * H + h
+        x0 = tl.load(x, mask=h < H, other=0.0)
+        x1 = tl.load(x + H, mask=h < H, other=0.0)
+        x2 = tl.load(x + 2 * H, mask=h < H, other=0.0)
+        x3 = tl.load(x + 3 * H, mask=h < H, other=0.0)
+        weight = tl.load(norm_weight + h, mask=h < H, other=0.0).to(tl.float32)
+        if OVERLAP:
+            gdc_wait()
+        column = tl.arange(0, 32)
+        share = tl.arange(0, SHARES)
+        sums = tl.sum(tl.load(partials + (row * SHARES + share[:, None]) * 32 + column[None, :]), axis=0)
+        inverse = tl.rsqrt(tl.sum(tl.where(column == 24, sums, 0.0), axis=0) / (4 * H) + norm_eps)
+        bias = tl.load(base + column, mask=column < 4, other=0.0)
+        pre = tl.sigmoid(sums * inverse + bias) + eps
+        total = tl.sum(tl.where(column == 0, pre, 0.0), axis=0) * x0.to(tl.float32)
+        total += tl.sum(tl.where(column == 1, pre, 0.0), axis=0) * x1.to(tl.float32)
+        total += tl.sum(tl.where(column == 2, pre, 0.0), axis=0) * x2.to(tl.float32)
+        total += tl.sum(tl.where(column == 3, pre, 0.0), axis=0) * x3.to(tl.float32)
+        total = total.to(normed.dtype.element_ty).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(total * total, axis=0) / H + norm_eps)
+        result = (total * scale).to(normed.dtype.element_ty).to(tl.float32) * weight
+        tl.store(normed + row * H + h, result.to(normed.dtype.element_ty), mask=h < H)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _spread(
+    partials: tl.tensor,
+    base: tl.tensor,
+    post: tl.tensor,
+    mix: tl.tensor,
+    norm_eps: tl.tensor,
+    eps: tl.tensor,
+    T: tl.tensor,
+    width: tl.tensor,
+    SHARES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ITERS: tl.constexpr,
+) -> None:
+    """post and mix of some rows. Entries are scalars for one row, a thread's own for many: no step crosses threads."""
+    row = tl.program_id(0).to(tl.int64) * ROWS
+    column = tl.arange(0, 32)
+    share = tl.arange(0, SHARES)
+    if ROWS == 1:
+        real = row < T
+        at = partials + (row * SHARES + share[:, None]) * 32 + column[None, :]
+        there = real
+        sums = tl.sum(tl.load(at), axis=0)
+        inverse = tl.rsqrt(tl.sum(tl.where(column == 24, sums, 0.0), axis=0) / width + norm_eps)
+        logits = sums * inverse + tl.load(base + column, mask=column < 24, other=0.0)
+        opened = tl.sigmoid(logits)
+        tl.store(post + row * 4 + column - 4, opened, mask=(column >= 4) & (column < 8))
+    else:
+        row = row + tl.arange(0, ROWS)
+        real = row < T
+        at = partials + row[:, None] * SHARES * 32 + share[None, :] * 32
+        there = real[:, None] & (share >= 0)[None, :]
+        inverse = tl.rsqrt(tl.sum(tl.load(at + 24, mask=there, other=0.0), axis=1) / width + norm_eps)
+        for i in tl.static_range(4):
+            logit = tl.sum(tl.load(at + 4 + i, mask=there, other=0.0), axis=1) * inverse + tl.load(base + 4 + i)
+            tl.store(post + row * 4 + i, tl.sigmoid(logit), mask=real)
+        logits = inverse
+    a0, a1, a2, a3 = _row(logits, at, there, inverse, base, 0, eps, ROWS)
+    b0, b1, b2, b3 = _row(logits, at, there, inverse, base, 1, eps, ROWS)
+    c0, c1, c2, c3 = _row(logits, at, there, inverse, base, 2, eps, ROWS)
+    d0, d1, d2, d3 = _row(logits, at, there, inverse, base, 3, eps, ROWS)
+    a0, b0, c0, d0 = _divided(a0, b0, c0, d0, eps)
+    a1, b1, c1, d1 = _divided(a1, b1, c1, d1, eps)
+    a2, b2, c2, d2 = _divided(a2, b2, c2, d2, eps)
+    a3, b3, c3, d3 = _divided(a3, b3, c3, d3, eps)
+    for _ in range(1, ITERS):
+        a0, a1, a2, a3 = _divided(a0, a1, a2, a3, eps)
+        b0, b1, b2, b3 = _divided(b0, b1, b2, b3, eps)
+        c0, c1, c2, c3 = _divided(c0, c1, c2, c3, eps)
+        d0, d1, d2, d3 = _divided(d0, d1, d2, d3, eps)
+        a0, b0, c0, d0 = _divided(a0, b0, c0, d0, eps)
+        a1, b1, c1, d1 = _divided(a1, b1, c1, d1, eps)
+        a2, b2, c2, d2 = _divided(a2, b2, c2, d2, eps)
+        a3, b3, c3, d3 = _divided(a3, b3, c3, d3, eps)
+    mix += row * 16
+    _store(mix, a0, b0, c0, d0, real)
+    _store(mix + 4, a1, b1, c1, d1, real)
+    _store(mix + 8, a2, b2, c2, d2, real)
+    _store(mix + 12, a3, b3, c3, d3, real)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _row(
+    logits: tl.tensor,
+    at: tl.tensor,
+    there: tl.tensor,
+    inverse: tl.tensor,
+    base: tl.tensor,
+    ROW: tl.constexpr,
+    eps: tl.tensor,
+    ROWS: tl.constexpr,
+) -> tl.tensor:
+    """Row ``ROW`` of comb, after its softmax and ``eps``."""
+    e0 = _logit(logits, at, there, inverse, base, 8 + 4 * ROW, ROWS)
+    e1 = _logit(logits, at, there, inverse, base, 9 + 4 * ROW, ROWS)
+    e2 = _logit(logits, at, there, inverse, base, 10 + 4 * ROW, ROWS)
+    e3 = _logit(logits, at, there, inverse, base, 11 + 4 * ROW, ROWS)
+    largest = tl.maximum(tl.maximum(e0, e1), tl.maximum(e2, e3))
+    e0, e1, e2, e3 = _divided(
+        tl.exp(e0 - largest), tl.exp(e1 - largest), tl.exp(e2 - largest), tl.exp(e3 - largest), 0.0
+    )
+    return e0 + eps, e1 + eps, e2 + eps, e3 + eps
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _logit(
+    logits: tl.tensor,
+    at: tl.tensor,
+    there: tl.tensor,
+    inverse: tl.tensor,
+    base: tl.tensor,
+    COLUMN: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tl.tensor:
+    if ROWS == 1:
+        value = tl.sum(tl.where(tl.arange(0, 32) == COLUMN, logits, 0.0), axis=0)
+    else:
+        value = tl.sum(tl.load(at + COLUMN, mask=there, other=0.0), axis=1) * inverse + tl.load(base + COLUMN)
+    return value
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _divided(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, eps: tl.tensor) -> tl.tensor:
+    """Four numbers by their sum plus ``eps``."""
+    factor = 1.0 / (((a + b) + (c + d)) + eps)
+    return a * factor, b * factor, c * factor, d * factor
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store(to: tl.tensor, a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, real: tl.tensor) -> None:
+    tl.store(to, a, mask=real)
+    tl.store(to + 1, b, mask=real)
+    tl.store(to + 2, c, mask=real)
+    tl.store(to + 3, d, mask=real)

@@ -1,0 +1,192 @@
+"""Triton selection of the DSA indexer for uniform decodes: paged scores, then the top-k of ``ops.topk``.
+
+Scores: a program takes tiles of entries of one row, gathers their keys page by page, multiplies them with all heads'
+queries on the tensor cores and sums the weighted, rectified products in fp32. Tiles beyond what a row sees cost
+nothing, so a graph captured for the longest table runs at the price of the lengths that are there.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from sidestream.ops.topk.triton_select import PhysicalRows, SelectPlan, select_plan, select_rows
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Kernels run on a CPU: numpy has no bf16, so operands of products are made fp32 there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScorePlan:
+    """Launch parameters of the scores.
+
+    Attributes:
+        block: entries a tile. The same for all rows, so that a score does not depend on the batch.
+        splits: programs a row, which take its tiles in turn.
+        pdl: launch while the kernel before still runs (programmatic dependent launch), and wait for it there.
+    """
+
+    block: int
+    splits: int
+    warps: int
+    stages: int
+    pdl: bool = False
+
+
+def score_plan(rows: int, entries: int) -> ScorePlan:
+    """For ``rows`` padded rows of at most ``entries``: about four programs a multiprocessor of an H200 (132)."""
+    block = 64
+    splits = max(1, min(triton.cdiv(entries, block), triton.cdiv(4 * 132, rows)))
+    return ScorePlan(block=block, splits=splits, warps=4, stages=3)
+
+
+@triton.jit
+def _score_tile(
+    tile, page, query, weight, keys, scores, valid, key_block, key_entry, key_dim,
+    PER_BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, FP32: tl.constexpr,
+):  # fmt: skip
+    """Scores of one tile's entries, which lie on ``page``."""
+    entry = tile * BLOCK + tl.arange(0, BLOCK)
+    dims = tl.arange(0, DIM)
+    seen = entry < valid
+    place = page.to(tl.int64) * key_block + (entry % PER_BLOCK) * key_entry
+    key = tl.load(keys + place[:, None] + dims[None, :] * key_dim, mask=seen[:, None], other=0.0)
+    if FP32:
+        key = key.to(tl.float32)
+    similarity = tl.dot(key, query)
+    # NaN stays NaN.
+    similarity = tl.where(similarity < 0.0, 0.0, similarity)
+    tl.store(scores + entry, tl.sum(similarity * weight[None, :], axis=1), mask=seen)
+
+
+@triton.jit
+def _pages(table, tile, capacity, table_col, PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
+    """Block of each entry of a tile; the table names some block for all it has room for."""
+    entry = tile * BLOCK + tl.arange(0, BLOCK)
+    return tl.load(table + (entry // PER_BLOCK) * table_col, mask=entry < capacity, other=0)
+
+
+@triton.jit
+def _scores_kernel(
+    q, weights, keys, table, lens, scores, tickets,
+    q_row, q_head, q_dim, weights_row, weights_head, key_block, key_entry, key_dim, table_row, table_col, lens_stride,
+    scores_row, capacity, picks, splits,
+    KPOOL: tl.constexpr, PER_BLOCK: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    TICKET: tl.constexpr, FP32: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    # Asked for before the length is known: tables and lengths are no kernel's results.
+    page = _pages(table + row * table_row, split, capacity, table_col, PER_BLOCK, BLOCK)
+    valid = (tl.load(lens + row * lens_stride) // KPOOL).to(tl.int32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if TICKET and split == 0:
+        tl.store(tickets + row, 0)
+    if valid > picks:
+        head, dims = tl.arange(0, HEADS), tl.arange(0, DIM)
+        query = tl.load(q + row * q_row + head[None, :] * q_head + dims[:, None] * q_dim)
+        weight = tl.load(weights + row * weights_row + head * weights_head)
+        if FP32:
+            query = query.to(tl.float32)
+        table += row * table_row
+        scores += row * scores_row
+        tiles = (valid + BLOCK - 1) // BLOCK
+        if FP32:
+            # The interpreter has no range over values that it read.
+            tile = split
+            while tile < tiles:
+                page = _pages(table, tile, capacity, table_col, PER_BLOCK, BLOCK)
+                _score_tile(tile, page, query, weight, keys, scores, valid, key_block, key_entry, key_dim,
+                            PER_BLOCK, DIM, BLOCK, FP32)  # fmt: skip
+                tile += splits
+        else:
+            for tile in range(split, tiles, splits):
+                _score_tile(tile, page, query, weight, keys, scores, valid, key_block, key_entry, key_dim,
+                            PER_BLOCK, DIM, BLOCK, FP32)  # fmt: skip
+                page = _pages(table, tile + splits, capacity, table_col, PER_BLOCK, BLOCK)
+
+
+def takes(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, picks: int) -> bool:
+    """Whether the kernels are made for these: bf16 queries and keys, heads and channels that fill matrix units, and
+    contexts whose selection fits (``select_plan``)."""
+    _, heads, dim = q.shape
+    entries = table.shape[1] * keys.shape[1]
+    return (
+        q.dtype is torch.bfloat16
+        and keys.dtype is torch.bfloat16
+        and weights.dtype is torch.float32
+        and heads in (16, 32, 64, 128)
+        and dim in (32, 64, 128)
+        and picks > 0
+        and entries > 0
+        and select_plan(entries, picks, ticket=True) is not None
+    )
+
+
+def select_topk_decode(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    *,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    topk: int,
+    kpool: int,
+    scale: float,
+    out: torch.Tensor,
+    physical: PhysicalRows | None = None,
+    scoring: ScorePlan | None = None,
+    selecting: SelectPlan | None = None,
+) -> None:
+    """As ``decode.select_topk_decode``, for what ``takes`` accepts.
+
+    The number of programs a row depends on the padded row count; results do not.
+
+    Args:
+        physical: also written, as ``logical_to_physical`` would with ``block_size = keys.shape[1] * kpool`` and one
+            token a row of the block table.
+        scoring, selecting: launch parameters other than the usual ones.
+    """
+    rows, heads, dim = q.shape
+    assert topk % kpool == 0, f"top-k of {topk} tokens is no whole number of pools of {kpool}"
+    assert scale > 0, f"scale {scale} would change the order of scores"
+    assert out.shape == (rows, topk + kpool - 1), f"top-k rows of {tuple(out.shape)}, need {(rows, topk + kpool - 1)}"
+    assert context_lens.shape == (rows,), f"context lengths of {tuple(context_lens.shape)} for {rows} rows"
+    if rows == 0:
+        return
+    per_block, picks = keys.shape[1], topk // kpool
+    entries = block_table.shape[1] * per_block
+    selecting = selecting if selecting is not None else select_plan(entries, picks, ticket=True)
+    assert selecting is not None, f"{picks} of {entries} entries fit no program"
+    scored = entries > picks
+    width = -(-entries // 16) * 16 if scored else 16  # so that the compiler sees aligned rows and reads whole vectors
+    scores = torch.empty(rows, width, dtype=torch.float32, device=q.device)
+    tickets = torch.empty(rows, dtype=torch.int32, device=q.device) if selecting.ticket and scored else None
+    if scored:
+        plan = scoring if scoring is not None else score_plan(rows, entries)
+        _scores_kernel[rows, plan.splits](
+            q, weights, keys, block_table, context_lens, scores, tickets if tickets is not None else context_lens,
+            *q.stride(), *weights.stride(), *keys.stride(), *block_table.stride(), context_lens.stride(0),
+            width, entries, picks, plan.splits, KPOOL=kpool, PER_BLOCK=per_block, HEADS=heads, DIM=dim,
+            BLOCK=plan.block, TICKET=tickets is not None, FP32=INTERPRETED, PDL=plan.pdl, launch_pdl=plan.pdl,
+            num_warps=plan.warps, num_stages=plan.stages,
+        )  # fmt: skip
+    select_rows(
+        scores[:, :entries] if scored else scores,
+        context_lens,
+        out,
+        picks=picks,
+        kpool=kpool,
+        per_block=per_block,
+        plan=selecting,
+        tickets=tickets,
+        physical=physical,
+    )

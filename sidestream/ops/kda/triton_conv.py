@@ -1,0 +1,151 @@
+"""Short convolution and forget gate of Kimi Delta Attention as Triton kernels.
+
+Floor: each element read once and written once, 100 KB a token at 24,576 bf16 channels: 23 ns. A token's inputs are read
+by the windows of up to four tokens, the later ones from the L2 cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sidestream.core.ring import RingPlan
+
+CHANNELS = 1024
+"""That a program convolves or gates."""
+
+
+def short_conv(x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, *, plan: RingPlan) -> torch.Tensor:
+    """As ``torch_impl.short_conv``, for channels that stand together.
+
+    Two kernels: the ring is written when all its rows are read, and one token may write what another reads.
+    """
+    T, C = x.shape
+    out = torch.empty(T, C, dtype=x.dtype, device=x.device)
+    blocks = triton.cdiv(C, CHANNELS)
+    if T:
+        _convolve[(T, blocks)](
+            x,
+            state,
+            weight,
+            out,
+            plan.carry_rows,
+            plan.window_rows,
+            x.stride(0),
+            weight.stride(0),
+            weight.stride(1),
+            T,
+            C,
+            TAPS=plan.window,
+            BLOCK=CHANNELS,
+            num_warps=4,
+        )
+    kept = plan.keep_tokens.shape[0]
+    if kept:
+        _keep[(kept, blocks)](x, state, plan.keep_tokens, plan.keep_rows, x.stride(0), C, BLOCK=CHANNELS, num_warps=4)
+    return out
+
+
+def gate(f: torch.Tensor, dt_bias: torch.Tensor, A_log: torch.Tensor, *, lower_bound: float | None) -> torch.Tensor:
+    """As ``torch_impl.gate``, for channels that stand together."""
+    T, width = f.shape
+    H = A_log.numel()
+    out = torch.empty(T, H, width // H, dtype=torch.float32, device=f.device)
+    if out.numel():
+        _gate[(T, triton.cdiv(width, CHANNELS))](
+            f,
+            dt_bias,
+            A_log,
+            out,
+            0.0 if lower_bound is None else lower_bound,
+            f.stride(0),
+            WIDTH=width,
+            K=width // H,
+            BOUNDED=lower_bound is not None,
+            BLOCK=CHANNELS,
+            num_warps=4,
+        )
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def log_decay(raw: tl.tensor, rate: tl.tensor, lower_bound: tl.tensor, BOUNDED: tl.constexpr) -> tl.tensor:
+    """The two formulas of the forget gate, see ``torch_impl.gate``."""
+    if BOUNDED:
+        decay = lower_bound * tl.sigmoid(rate * raw)
+    else:
+        decay = -rate * tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
+    return decay
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _convolve(
+    x: tl.tensor,
+    state: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    carry_rows: tl.tensor,
+    window_rows: tl.tensor,
+    x_row: tl.tensor,
+    weight_channel: tl.tensor,
+    weight_tap: tl.tensor,
+    T: tl.tensor,
+    C: tl.tensor,
+    TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Window rows: 0 for nothing, then the step's tokens, then the carried rows (``RingPlan``)."""
+    t = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = channel < C
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for tap in tl.static_range(TAPS):
+        source = tl.load(window_rows + t * TAPS + tap)
+        own = (source > 0) & (source <= T)
+        carried = source > T
+        row = tl.load(carry_rows + source - (T + 1), mask=carried, other=0)
+        token = tl.load(x + (source - 1) * x_row + channel, mask=real & own, other=0.0).to(tl.float32)
+        past = tl.load(state + row * C + channel, mask=real & carried, other=0.0).to(tl.float32)
+        scale = tl.load(weight + channel * weight_channel + tap * weight_tap, mask=real, other=0.0).to(tl.float32)
+        total += (token + past) * scale
+    tl.store(out + t * C + channel, (total * tl.sigmoid(total)).to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _keep(
+    x: tl.tensor,
+    state: tl.tensor,
+    keep_tokens: tl.tensor,
+    keep_rows: tl.tensor,
+    x_row: tl.tensor,
+    C: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    m = tl.program_id(0)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(x + tl.load(keep_tokens + m) * x_row + channel, mask=channel < C, other=0.0)
+    row = tl.load(keep_rows + m)
+    tl.store(state + row * C + channel, token.to(state.dtype.element_ty), mask=channel < C)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gate(
+    f: tl.tensor,
+    dt_bias: tl.tensor,
+    a_log: tl.tensor,
+    out: tl.tensor,
+    lower_bound: tl.tensor,
+    f_row: tl.tensor,
+    WIDTH: tl.constexpr,
+    K: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    t = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = channel < WIDTH
+    raw = tl.load(f + t * f_row + channel, mask=real, other=0.0).to(tl.float32)
+    raw += tl.load(dt_bias + channel, mask=real, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(a_log + channel // K, mask=real, other=0.0).to(tl.float32))
+    tl.store(out + t * WIDTH + channel, log_decay(raw, rate, lower_bound, BOUNDED), mask=real)

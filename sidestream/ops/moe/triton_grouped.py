@@ -1,0 +1,297 @@
+"""Experts of two tokens and more in Triton: pairs are grouped by expert on the device, in blocks of equal height.
+
+Four launches: the plan (which pairs make up each block), gate and up with the clamped SwiGLU behind them, down, and
+each token's weighted sum in the order of its choice. Grids follow from sizes alone: blocks beyond those that the choice
+needs leave at once. An expert's weights are read by its own blocks only, so what nobody chose is never read. Sizes that
+change from step to step are not specialised, so that a new one never compiles anything.
+
+A pair is one token at one of its experts. Numbers: token * top_k + place for chosen ones, then tokens * top_k +
+shared * tokens + token for shared ones.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sidestream.ops.moe.triton_swiglu import clamped_swiglu
+from sidestream.ops.moe.triton_tiles import ExpertTiles, dividing
+
+UPCAST = bool(triton.knobs.runtime.interpret)
+"""The interpreter multiplies bf16 wrongly."""
+FP32_PARTIAL_TOKENS = 64
+"""Tokens up to which the experts' results stay fp32 before their sum; beyond, they take the model's dtype, as the
+reference's do, for half the bytes."""
+
+
+def experts(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    *,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    num_shared: int,
+    swiglu_limit: float | None,
+    tiles: ExpertTiles,
+) -> torch.Tensor:
+    """``torch_impl.experts`` for at least one token, contiguous weights, and sizes that 16 divides.
+
+    A row's bits depend on the row, on the number of tokens and on ``tiles``, never on what other tokens chose.
+    """
+    T, H = x.shape
+    top_k, inner, num_experts = ids.shape[1], w2.shape[2], w13.shape[0] - num_shared
+    pairs, rows = T * top_k, tiles.rows
+    routed_blocks = (pairs + min(num_experts, pairs) * (rows - 1)) // rows
+    shared_blocks = triton.cdiv(T, rows)
+    blocks = routed_blocks + num_shared * shared_blocks
+    order = torch.empty(routed_blocks * rows, dtype=torch.int32, device=x.device)
+    block_expert = torch.empty(routed_blocks, dtype=torch.int32, device=x.device)
+    hidden = torch.empty(pairs + num_shared * T, inner, dtype=x.dtype, device=x.device)
+    dtype = torch.float32 if T <= FP32_PARTIAL_TOKENS else x.dtype
+    partial = torch.empty(pairs + num_shared * T, H, dtype=dtype, device=x.device)
+    out = torch.empty(T, H, dtype=x.dtype, device=x.device)
+    _plan[(num_experts,)](
+        ids.contiguous(),
+        order,
+        block_expert,
+        pairs,
+        num_experts,
+        routed_blocks,
+        ROWS=rows,
+        BINS=triton.next_power_of_2(num_experts + 1),
+        CHUNK=128 if pairs <= 128 else 1024,
+    )
+    where = (order, block_expert, T, routed_blocks, shared_blocks, num_experts)
+    columns, depth = dividing(inner, tiles.gate_up.columns), dividing(H, tiles.gate_up.depth)
+    _gate_up[(blocks * (inner // columns),)](
+        x,
+        w13,
+        hidden,
+        *where,
+        x.stride(0),
+        swiglu_limit or 0.0,
+        TOP_K=top_k,
+        H=H,
+        INNER=inner,
+        ROWS=rows,
+        COLUMNS=columns,
+        DEPTH=depth,
+        LIMITED=swiglu_limit is not None,
+        UPCAST=UPCAST,
+        num_warps=tiles.gate_up.warps,
+        num_stages=tiles.gate_up.stages,
+    )
+    columns, depth = dividing(H, tiles.down.columns), dividing(inner, tiles.down.depth)
+    _down[(blocks * (H // columns),)](
+        hidden,
+        w2,
+        partial,
+        *where,
+        TOP_K=top_k,
+        H=H,
+        INNER=inner,
+        ROWS=rows,
+        COLUMNS=columns,
+        DEPTH=depth,
+        UPCAST=UPCAST,
+        num_warps=tiles.down.warps,
+        num_stages=tiles.down.stages,
+    )
+    block = dividing(H, 1024 if T > 64 else 256)
+    _sum[(T, H // block)](
+        partial, weights.contiguous(), out, T, H=H, TOP_K=top_k, SHARED=num_shared, BLOCK=block, num_warps=4
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_experts", "num_blocks"])  # type: ignore[untyped-decorator]
+def _plan(
+    ids: tl.tensor,
+    order: tl.tensor,
+    block_expert: tl.tensor,
+    num_pairs: int,
+    num_experts: int,
+    num_blocks: int,
+    ROWS: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Program e places the pairs of expert e, ascending, behind the blocks of the experts before it.
+
+    Writes ``order`` [num_blocks * ROWS], -1 where a block has no pair, and ``block_expert`` [num_blocks], -1 where no
+    block is needed. ``order`` is left unwritten there. BINS is more than the number of experts.
+    """
+    expert = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    lane = tl.arange(0, CHUNK)
+    counts = tl.zeros([BINS], tl.int32)
+    for first in range(0, num_pairs, CHUNK):
+        chosen = tl.load(ids + first + lane, mask=first + lane < num_pairs, other=num_experts).to(tl.int32)
+        counts += tl.histogram(chosen, BINS)
+    blocks = tl.where(bins < num_experts, (counts + ROWS - 1) // ROWS, 0)
+    first_block = tl.sum(tl.where(bins < expert, blocks, 0), 0)
+    own_blocks = tl.sum(tl.where(bins == expert, blocks, 0), 0)
+    used_blocks = tl.sum(blocks, 0)
+    placed = 0
+    for first in range(0, num_pairs, CHUNK):
+        chosen = tl.load(ids + first + lane, mask=first + lane < num_pairs, other=num_experts).to(tl.int32)
+        mine = (chosen == expert).to(tl.int32)
+        place = placed + tl.cumsum(mine, 0) - 1
+        tl.store(order + first_block * ROWS + place, first + lane, mask=mine > 0)
+        placed += tl.sum(mine, 0)
+    rest = placed + tl.arange(0, ROWS)
+    tl.store(order + first_block * ROWS + rest, tl.full([ROWS], -1, tl.int32), mask=rest < own_blocks * ROWS)
+    few = tl.arange(0, 32)
+    for first in range(0, own_blocks, 32):
+        own = tl.zeros([32], tl.int32) + expert
+        tl.store(block_expert + first_block + first + few, own, mask=first + few < own_blocks)
+    for first in range(used_blocks + expert * 32, num_blocks, num_experts * 32):
+        tl.store(block_expert + first + few, tl.full([32], -1, tl.int32), mask=first + few < num_blocks)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _block(
+    block: tl.tensor,
+    order: tl.tensor,
+    block_expert: tl.tensor,
+    tokens: int,
+    routed_blocks: int,
+    shared_blocks: int,
+    num_experts: int,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tl.tensor:
+    """Expert (-1: none), pairs [ROWS] (-1: none) and tokens [ROWS] of a block; shared ones come last."""
+    rows = tl.arange(0, ROWS)
+    if block < routed_blocks:
+        expert = tl.load(block_expert + block)
+        pair = tl.load(order + block * ROWS + rows, mask=(rows >= 0) & (expert >= 0), other=-1)
+        token = tl.maximum(pair, 0) // TOP_K
+    else:
+        shared = (block - routed_blocks) // shared_blocks
+        expert = num_experts + shared
+        token = (block - routed_blocks) % shared_blocks * ROWS + rows
+        pair = tl.where(token < tokens, tokens * (TOP_K + shared) + token, -1)
+        token = tl.minimum(token, tokens - 1)
+    return expert, pair, token
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _dot(a: tl.tensor, b: tl.tensor, total: tl.tensor, UPCAST: tl.constexpr) -> tl.tensor:
+    if UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    return tl.dot(a, b, total)
+
+
+@triton.jit(do_not_specialize=["tokens", "routed_blocks", "shared_blocks", "num_experts"])  # type: ignore[untyped-decorator]
+def _gate_up(
+    x: tl.tensor,
+    w13: tl.tensor,
+    hidden: tl.tensor,
+    order: tl.tensor,
+    block_expert: tl.tensor,
+    tokens: int,
+    routed_blocks: int,
+    shared_blocks: int,
+    num_experts: int,
+    x_stride: int,
+    limit: float,
+    TOP_K: tl.constexpr,
+    H: tl.constexpr,
+    INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LIMITED: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> None:
+    """hidden [pairs, INNER] = SwiGLU of the pairs' gate and up, COLUMNS of each a program.
+
+    Neighbouring programs share a block's rows, and then an expert's weights, so that both stay in the L2 cache.
+    """
+    block, part = tl.program_id(0) // (INNER // COLUMNS), tl.program_id(0) % (INNER // COLUMNS)
+    expert, pair, token = _block(
+        block, order, block_expert, tokens, routed_blocks, shared_blocks, num_experts, TOP_K, ROWS
+    )
+    if expert < 0:
+        return
+    column = part * COLUMNS + tl.arange(0, COLUMNS)
+    k = tl.arange(0, DEPTH)
+    x_at = x + token.to(tl.int64)[:, None] * x_stride + k[None, :]
+    gate_at = w13 + expert.to(tl.int64) * (2 * INNER * H) + column[None, :] * H + k[:, None]
+    there = (pair >= 0)[:, None]
+    gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for _ in range(0, H, DEPTH):
+        row = tl.load(x_at, mask=there, other=0.0)
+        gate = _dot(row, tl.load(gate_at), gate, UPCAST)
+        up = _dot(row, tl.load(gate_at + INNER * H), up, UPCAST)
+        x_at += DEPTH
+        gate_at += DEPTH
+    value = clamped_swiglu(gate, up, limit, LIMITED)
+    at = hidden + pair.to(tl.int64)[:, None] * INNER + column[None, :]
+    tl.store(at, value.to(hidden.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["tokens", "routed_blocks", "shared_blocks", "num_experts"])  # type: ignore[untyped-decorator]
+def _down(
+    hidden: tl.tensor,
+    w2: tl.tensor,
+    partial: tl.tensor,
+    order: tl.tensor,
+    block_expert: tl.tensor,
+    tokens: int,
+    routed_blocks: int,
+    shared_blocks: int,
+    num_experts: int,
+    TOP_K: tl.constexpr,
+    H: tl.constexpr,
+    INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> None:
+    """partial [pairs, H] = hidden [pairs, INNER] through their experts' w2, without the routing weight."""
+    block, part = tl.program_id(0) // (H // COLUMNS), tl.program_id(0) % (H // COLUMNS)
+    expert, pair, _ = _block(block, order, block_expert, tokens, routed_blocks, shared_blocks, num_experts, TOP_K, ROWS)
+    if expert < 0:
+        return
+    column = part * COLUMNS + tl.arange(0, COLUMNS)
+    k = tl.arange(0, DEPTH)
+    hidden_at = hidden + tl.maximum(pair, 0).to(tl.int64)[:, None] * INNER + k[None, :]
+    w2_at = w2 + expert.to(tl.int64) * (H * INNER) + column[None, :] * INNER + k[:, None]
+    there = (pair >= 0)[:, None]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for _step in range(0, INNER, DEPTH):
+        total = _dot(tl.load(hidden_at, mask=there, other=0.0), tl.load(w2_at), total, UPCAST)
+        hidden_at += DEPTH
+        w2_at += DEPTH
+    at = partial + pair.to(tl.int64)[:, None] * H + column[None, :]
+    tl.store(at, total.to(partial.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
+def _sum(
+    partial: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    tokens: int,
+    H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """out [tokens, H] = weights * partial over a token's choice in its order, then its shared experts, in fp32."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for place in tl.static_range(TOP_K):
+        pair = token * TOP_K + place
+        total += tl.load(weights + pair) * tl.load(partial + pair * H + column).to(tl.float32)
+    for shared in tl.static_range(SHARED):
+        pair = token + tokens * (TOP_K + shared)
+        total += tl.load(partial + pair * H + column).to(tl.float32)
+    tl.store(out + token * H + column, total.to(out.dtype.element_ty))

@@ -1,0 +1,199 @@
+"""Router in Triton: scores of parts of the depth, then their sum, the sigmoid and the choice. fp32 throughout.
+
+Floor: the weights once, 4 * E * H bytes (4.7 MB, 1.1 us, at 288 experts and H = 4,096; 1 MB, 0.25 us, at 64), so two
+launches of about 2 us each are what there is to pay; predicted 5 us at 1 token, 6 at 16, 12 at 64 (302 MFLOP in fp32
+at 288 experts).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sidestream.ops.moe.triton_tiles import RouterTiles, dividing
+
+
+def route(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    *,
+    top_k: int,
+    num_groups: int,
+    topk_groups: int,
+    norm_topk_prob: bool,
+    scale: float,
+    tiles: RouterTiles | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``torch_impl.route`` for at least one token; NaN counts as the worst score and still names experts.
+
+    A token's bits depend on the token, on the number of tokens and on ``tiles``; without ``tiles`` the product is the
+    library's, and may depend on the batch as any GEMM's.
+    """
+    T, H = x.shape
+    E = weight.shape[0]
+    if tiles is None:
+        parts = torch.nn.functional.linear(x.float(), weight).unsqueeze(0)
+    else:
+        depth = dividing(H, tiles.depth)
+        splits = min(tiles.splits, dividing(H // depth, tiles.splits))
+        parts = torch.empty(splits, T, E, dtype=torch.float32, device=x.device)
+        _scores[(triton.cdiv(E, tiles.experts), splits, triton.cdiv(T, tiles.rows))](
+            x,
+            weight,
+            parts,
+            T,
+            E,
+            x.stride(0),
+            H=H,
+            ROWS=tiles.rows,
+            EXPERTS=tiles.experts,
+            DEPTH=depth,
+            STEPS=H // depth // splits,
+            DOT=tiles.dot,
+            STAGES=tiles.stages,
+            num_warps=tiles.warps,
+        )
+    weights = torch.empty(T, top_k, dtype=torch.float32, device=x.device)
+    ids = torch.empty(T, top_k, dtype=torch.int64, device=x.device)
+    size = E // num_groups
+    _choose[(T,)](
+        parts,
+        bias,
+        weights,
+        ids,
+        T,
+        E,
+        size,
+        num_groups,
+        scale,
+        SPLITS=parts.shape[0],
+        TOP_K=top_k,
+        KEPT=topk_groups,
+        ALL_KEPT=topk_groups == num_groups,
+        NORMALISED=norm_topk_prob,
+        GROUPS=triton.next_power_of_2(num_groups),
+        SIZE=triton.next_power_of_2(size),
+        PLACES=triton.next_power_of_2(top_k),
+        num_warps=1 if tiles is None else tiles.choice_warps,
+    )
+    return weights, ids
+
+
+@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
+def _scores(
+    x: tl.tensor,
+    weight: tl.tensor,
+    parts: tl.tensor,
+    tokens: int,
+    num_experts: int,
+    x_stride: int,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STEPS: tl.constexpr,
+    DOT: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """parts [splits, tokens, num_experts]: x times weight over STEPS * DEPTH of the depth a split."""
+    expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    split = tl.program_id(1)
+    token = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    k = split * (STEPS * DEPTH) + tl.arange(0, DEPTH)
+    known, real = expert < num_experts, token < tokens
+    x_row = tl.minimum(token, tokens - 1).to(tl.int64) * x_stride
+    weight_row = tl.minimum(expert, num_experts - 1) * H
+    if DOT:
+        total = tl.zeros([ROWS, EXPERTS], tl.float32)
+        for step in tl.range(0, STEPS, num_stages=STAGES):
+            row = tl.load(x + x_row[:, None] + k[None, :] + step * DEPTH).to(tl.float32)
+            total = tl.dot(
+                row, tl.load(weight + weight_row[None, :] + k[:, None] + step * DEPTH), total, input_precision="ieee"
+            )
+    else:
+        lanes = tl.zeros([ROWS, EXPERTS, DEPTH], tl.float32)
+        for step in tl.range(0, STEPS, num_stages=STAGES):
+            row = tl.load(x + x_row[:, None, None] + k[None, None, :] + step * DEPTH).to(tl.float32)
+            lanes += row * tl.load(weight + weight_row[None, :, None] + k[None, None, :] + step * DEPTH)
+        total = tl.sum(lanes, 2)
+    at = parts + (split.to(tl.int64) * tokens + token[:, None]) * num_experts + expert[None, :]
+    tl.store(at, total, mask=real[:, None] & known[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rank(value: tl.tensor, number: tl.tensor, there: tl.tensor) -> tl.tensor:
+    """int64 keys that sort as (value up, number down); what is not there is below all. NaN counts as -inf. The number
+    is -key modulo 65,536.
+
+    The bits of a float, read as an integer, sort as the float does if those of negative ones are flipped.
+    """
+    value = tl.where(value == value, value, -float("inf"))
+    bits = value.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    return tl.where(there, ordered * 65536 - number, -0x7FFFFFFFFFFFFFFF)
+
+
+@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
+def _choose(
+    parts: tl.tensor,
+    bias: tl.tensor,
+    weights: tl.tensor,
+    ids: tl.tensor,
+    tokens: int,
+    num_experts: int,
+    size: int,
+    num_groups: int,
+    scale: float,
+    SPLITS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    KEPT: tl.constexpr,
+    ALL_KEPT: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PLACES: tl.constexpr,
+) -> None:
+    """One token: experts lie as [GROUPS, SIZE], so that a group's best two are maxima over an axis."""
+    token = tl.program_id(0).to(tl.int64)
+    group, member = tl.arange(0, GROUPS), tl.arange(0, SIZE)
+    there = (group[:, None] < num_groups) & (member[None, :] < size)
+    expert = group[:, None] * size + member[None, :]
+    logit = tl.zeros([GROUPS, SIZE], tl.float32)
+    for split in tl.static_range(SPLITS):
+        logit += tl.load(parts + (token + split * tokens) * num_experts + expert, mask=there, other=0.0)
+    score = 1.0 / (1.0 + tl.exp(-logit))
+    biased = score + tl.load(bias + expert, mask=there, other=0.0)
+    biased = tl.where(biased == biased, biased, -float("inf"))
+    if not ALL_KEPT:
+        key = _rank(biased, expert, there)
+        best = tl.max(key, 1)
+        first = tl.max(tl.where(there, biased, -float("inf")), 1)
+        others = there & (key != best[:, None])
+        second = tl.max(tl.where(others, biased, -float("inf")), 1)
+        worth = tl.where(size > 1, first + second, first)
+        group_key = _rank(worth, group, group < num_groups)
+        kept = group < 0
+        for _ in tl.static_range(KEPT):
+            taken = group_key == tl.max(group_key, 0)
+            kept = kept | taken
+            group_key = tl.where(taken, -0x7FFFFFFFFFFFFFFF, group_key)
+        there = there & kept[:, None]
+    key = _rank(biased, expert, there)
+    place = tl.arange(0, PLACES)
+    chosen_ids = tl.zeros([PLACES], tl.int64)
+    for i in tl.static_range(TOP_K):
+        best_key = tl.max(tl.max(key, 1), 0)
+        chosen_ids = tl.where(place == i, -best_key & 0xFFFF, chosen_ids)
+        key = tl.where(key == best_key, -0x7FFFFFFFFFFFFFFF, key)
+    # Read again rather than picked from the tile, which would cost a reduction a place. The same sum, the same bits.
+    chosen_logit = tl.zeros([PLACES], tl.float32)
+    for split in tl.static_range(SPLITS):
+        chosen_logit += tl.load(parts + (token + split * tokens) * num_experts + chosen_ids)
+    chosen = tl.where(place < TOP_K, 1.0 / (1.0 + tl.exp(-chosen_logit)), 0.0)
+    if NORMALISED:
+        chosen = chosen / (tl.sum(chosen, 0) + 1e-20)
+    at = token * TOP_K + place
+    tl.store(weights + at, chosen * scale, mask=place < TOP_K)
+    tl.store(ids + at, chosen_ids, mask=place < TOP_K)

@@ -1,0 +1,180 @@
+"""How Triton attention over pool rows is cut into programs, and its two launches: runs, then their merge.
+
+Predicted for an H200 (132 multiprocessors, 4.28 TB/s, 790 TFLOP/s in bf16), 64 heads, r = 512, 2,048 rows a token: a
+token is 2.1 MB in bf16 (0.5 us of the whole device) and 0.27 TFLOP (0.34 us), so both floors are close and the kernel
+must overlap gathers with products. One program holds 64 heads: [64, 512] of queries (64 KB), two to four tiles of keys,
+and the fp32 result in registers of eight warps (128 a thread), so one program a multiprocessor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from sidestream.ops.kv_rows.layout import KVRowLayout
+from sidestream.ops.sparse_mla.triton_attend import attend, merge
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Kernels run on a CPU. numpy has no bf16, so operands of products are made fp32 there."""
+
+_LOG2_E = 1.4426950408889634
+_PROGRAMS = 132
+"""Programs that run at once: one a multiprocessor of an H100 or H200."""
+_START, _MERGE, _MERGE_RUN = 128, 128, 0.4
+"""Costs in rows of one program: to start one (queries, first gathers), the merge's launch, and its traffic a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Sizes of one launch, named as in ``triton_attend.attend``. ``pdl``: the merge starts while the last runs end."""
+
+    splits: int
+    block_h: int
+    block_n: int
+    stages: int
+    warps: int
+    parted: bool
+    pdl: bool = True
+
+
+@lru_cache(maxsize=4096)
+def splits_for(blocks: int, tiles: int, block_n: int, limit: int) -> int:
+    """Runs a token: the cheapest number by whole waves of programs, from shapes alone (the padded row count).
+
+    Args:
+        blocks: programs without splitting, tokens times blocks of heads.
+        tiles: of ``block_n`` rows, that a token may have at most.
+    """
+
+    def cost(splits: int) -> float:
+        waves = -(-blocks * splits // _PROGRAMS)
+        runs = waves * (_START + -(-tiles // splits) * block_n)
+        return runs + (_MERGE + blocks * splits * _MERGE_RUN if splits > 1 else 0)
+
+    return min(range(1, max(1, min(limit, tiles)) + 1), key=cost)
+
+
+@lru_cache(maxsize=4096)
+def choose_launch(tokens: int, heads: int, places: int, layout: KVRowLayout, limit: int) -> Launch:
+    """Sizes for ``tokens`` (padded) rows with up to ``places`` pool rows each; at most ``limit`` runs a token."""
+    block_h = min(64, max(16, triton.next_power_of_2(heads)))
+    if block_h < 64:
+        block_n, stages, warps, parted = 32, 5, 4, False
+    elif layout.tile:
+        block_n, stages, warps, parted = (64, 3, 8, True) if not layout.rope_dim else (32, 5, 8, True)
+    else:
+        block_n, stages, warps, parted = 32, 7 if not layout.rope_dim else 5, 8, True
+    blocks, tiles = tokens * -(-heads // block_h), -(-places // block_n)
+    return Launch(splits_for(blocks, tiles, block_n, limit), block_h, block_n, stages, warps, parted)
+
+
+def supported(q: torch.Tensor, pool: torch.Tensor, layout: KVRowLayout) -> bool:
+    """Whether the kernels do this: bf16 queries over bf16 or quantised rows, with sizes that products can take."""
+    latent, rope = layout.latent_dim, layout.rope_dim
+    sizes = latent >= 16 and latent & (latent - 1) == 0 and latent <= 512
+    sizes = sizes and (rope == 0 or (rope in (16, 32, 64) and latent >= rope))
+    if not sizes or not pool.is_contiguous() or 0 in q.shape:
+        return False
+    if INTERPRETED:
+        return True
+    return q.is_cuda and q.dtype is torch.bfloat16 and layout.dtype in (torch.bfloat16, torch.uint8)
+
+
+def run(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    lengths: torch.Tensor,
+    block_size: int,
+    scale: float,
+    layout: KVRowLayout,
+    launch: Launch,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend; the scratch of several runs, [T, splits, H, r] fp32, is made here.
+
+    Args:
+        rows: [T, W] pool rows, or [T, B] blocks where ``block_size`` is not 0.
+        lengths: [T] rows of each token, 0 for none.
+    Returns:
+        out [T, H, r] of q's dtype and lse [T, H] fp32.
+    """
+    tokens, heads, _ = q.shape
+    latent, rope, splits = layout.latent_dim, layout.rope_dim, launch.splits
+    q = q if q.stride(2) == 1 else q.contiguous()
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    values, scales, ropes = _views(pool, layout)
+    out = torch.empty(tokens, heads, latent, dtype=q.dtype, device=q.device)
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    parts, part_lse = out, lse
+    if splits > 1:
+        parts = torch.empty(tokens, splits, heads, latent, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(tokens, splits, heads, dtype=torch.float32, device=q.device)
+    pdl = launch.pdl and splits > 1 and not INTERPRETED
+    head_blocks = -(-heads // launch.block_h)
+    attend[(tokens * head_blocks, splits)](
+        q,
+        values,
+        scales,
+        ropes,
+        rows,
+        lengths.contiguous(),
+        parts,
+        part_lse,
+        q.stride(0),
+        q.stride(1),
+        rows.stride(0),
+        scale * _LOG2_E,
+        heads,
+        head_blocks,
+        block_size,
+        splits,
+        latent=latent,
+        rope=rope,
+        row_elems=values.shape[1],
+        rope_elems=ropes.shape[1],
+        tile=layout.tile,
+        mx=layout.name == "mxfp8",
+        single=splits == 1,
+        block_h=launch.block_h,
+        block_n=launch.block_n,
+        stages=launch.stages,
+        parted=launch.parted,
+        paged=block_size > 0,
+        dtype=tl.float32 if INTERPRETED else tl.bfloat16,
+        pdl=pdl,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+    if splits > 1:
+        block_s = triton.next_power_of_2(splits)
+        block_r = min(latent, max(64, 4096 // block_s))
+        together = {"launch_pdl": True} if pdl else {}
+        merge[(tokens * heads, latent // block_r)](
+            parts,
+            part_lse,
+            out,
+            lse,
+            heads,
+            splits,
+            latent=latent,
+            block_s=block_s,
+            block_r=block_r,
+            pdl=pdl,
+            num_warps=4,
+            **together,
+        )
+    return out, lse
+
+
+def _views(pool: torch.Tensor, layout: KVRowLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One pool as values, scales and rope keys, each [N, elements of a row]."""
+    if not layout.tile:
+        return pool, pool, pool
+    values = pool.view(torch.float8_e4m3fn)
+    ropes = pool.view(torch.bfloat16) if layout.rope_dim else pool
+    return values, pool if layout.name == "mxfp8" else pool.view(torch.float32), ropes

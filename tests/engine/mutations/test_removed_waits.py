@@ -1,0 +1,71 @@
+"""No place that orders work can be left out: the engine runs without each in turn, and something shows it.
+
+The places are found in the source. A new one fails here until its removal is shown to matter, or it goes.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from sidestream.streams import Capture, Handoff, Policy, StreamBackend, Streams
+from tests.engine.mutations import crossings
+from tests.engine.mutations.conftest import Subject
+from tests.engine.mutations.removals import CROSSINGS, GUARDS, REMOVALS, Guard
+from tests.engine.mutations.sites import ORDERING_CALLS, OTHER_CALLS, apply, places, remove
+from tests.engine.mutations.subject import Outcome, Workload
+
+PLACES = {str(place): place for place in places()}
+
+
+def test_every_place_has_a_mutation() -> None:
+    known = {*REMOVALS, *CROSSINGS, *GUARDS}
+    assert len(known) == len(REMOVALS) + len(CROSSINGS) + len(GUARDS)
+    assert sorted(known) == sorted(PLACES), "add what the removal of a new place brings about, drop what is gone"
+
+
+@pytest.mark.parametrize("kind", [Handoff, StreamBackend, Streams, Capture])
+def test_every_method_of_streams_is_known_to_order_work_or_not(kind: type) -> None:
+    methods = {name for name, value in vars(kind).items() if callable(value) and not name.startswith("_")}
+    assert methods
+    assert methods <= ORDERING_CALLS | OTHER_CALLS, methods - ORDERING_CALLS - OTHER_CALLS
+
+
+@pytest.mark.parametrize("name", sorted(REMOVALS), ids=str)
+def test_the_engine_without_a_place_is_found_out(name: str, subject: Subject) -> None:
+    removal = REMOVALS[name]
+    clean = subject.clean(removal.work)
+    assert clean.clean, str(clean)
+    with pytest.MonkeyPatch.context() as patch:
+        remove(PLACES[name], patch)
+        outcome = subject.serve(removal.work)
+    assert removal.finding.seen_in(outcome, clean), f"{removal.finding} is not what was found:\n{outcome}"
+
+
+@pytest.mark.parametrize("name", sorted(CROSSINGS), ids=str)
+def test_a_crossing_without_a_place_is_found_out(name: str) -> None:
+    crossing = CROSSINGS[name]
+    clean = crossings.run(crossing.program, crossing.policy)
+    assert clean.clean, str(clean)
+    with pytest.MonkeyPatch.context() as patch:
+        remove(PLACES[name], patch)
+        outcome = crossings.run(crossing.program, crossing.policy)
+    assert crossing.finding.seen_in(outcome, clean), f"{crossing.finding} is not what was found:\n{outcome}"
+
+
+@pytest.mark.parametrize("name", sorted(GUARDS), ids=str)
+def test_a_fault_passes_only_without_its_guard(name: str, subject: Subject) -> None:
+    guard = GUARDS[name]
+    refused = _faulty(guard, subject, without=None)
+    assert guard.finding.seen_in(refused, refused), f"{guard.finding} is not what was found:\n{refused}"
+    unguarded = _faulty(guard, subject, without=name)
+    assert not guard.finding.seen_in(unguarded, unguarded), str(unguarded)
+
+
+def _faulty(guard: Guard, subject: Subject, *, without: str | None) -> Outcome:
+    with pytest.MonkeyPatch.context() as patch:
+        apply(guard.edits, patch)
+        if without is not None:
+            remove(PLACES[without], patch)
+        if isinstance(guard.work, Workload):
+            return subject.serve(guard.work)
+        return crossings.run(guard.work, Policy.EXTERNAL)

@@ -1,0 +1,185 @@
+"""Router, experts and SwiGLU on a GPU at the sizes of real models: right, repeatable, captured, blind to poison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from sidestream.ops.moe import experts, reference, route, swiglu, torch_impl
+from tests.tolerances import BF16_OUTPUT, BF16_STEPS, FP32_GEMM, FP32_ROUNDING
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+HIDDEN, INNER, EXPERTS, TOP_K = 4096, 2048, 64, 8
+TOKENS = [1, 2, 3, 8, 16, 17, 64, 200, 700, 1500]  # every row of the table, the library's product at last
+LIMIT = 1.5
+"""Cuts a tenth of the gates: their spread is one."""
+
+
+def draw(*shape: int, spread: float = 1.0) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(0, spread)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(5)
+
+
+@pytest.fixture(scope="module")
+def w13() -> torch.Tensor:
+    """[EXPERTS + 1, 2 * INNER, HIDDEN], 2.2 GB."""
+    return draw(EXPERTS + 1, 2 * INNER, HIDDEN, spread=HIDDEN**-0.5)
+
+
+@pytest.fixture(scope="module")
+def w2() -> torch.Tensor:
+    return draw(EXPERTS + 1, HIDDEN, INNER, spread=INNER**-0.5)
+
+
+def chosen(tokens: int, num_experts: int = EXPERTS) -> dict[str, Any]:
+    ids = torch.rand(tokens, num_experts, device="cuda").argsort(dim=1)[:, :TOP_K].contiguous()
+    weights = torch.rand(tokens, TOP_K, device="cuda")
+    return {"weights": weights * 2.5 / weights.sum(dim=1, keepdim=True), "ids": ids, "num_shared": 1}
+
+
+def in_fp32(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, named: dict[str, Any]) -> torch.Tensor:
+    """Expert by expert, nothing rounded but the inner activations, which the model's dtype defines."""
+    total = torch.zeros(x.shape, device="cuda")
+    for expert in range(w13.shape[0]):
+        of_expert = named["ids"] == expert
+        weight = torch.where(of_expert, named["weights"], 0.0).sum(dim=1)
+        own = torch.nonzero(of_expert.any(dim=1)).flatten()
+        if expert == w13.shape[0] - 1:
+            weight, own = torch.ones_like(weight), torch.arange(x.shape[0], device="cuda")
+        if own.numel():
+            gate_up = x[own].float() @ w13[expert].float().T
+            hidden = reference.swiglu(gate_up, limit=LIMIT).bfloat16().float()
+            total[own] += weight[own, None] * (hidden @ w2[expert].float().T)
+    return total
+
+
+def replayed(run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    run()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return graph, out
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_experts_equal_fp32_and_never_read_what_nobody_chose(w13: torch.Tensor, w2: torch.Tensor, tokens: int) -> None:
+    x, named = draw(tokens, HIDDEN), chosen(tokens)
+    named["ids"][named["ids"] == 11] = 64 - 1 if tokens > 64 else 12  # a place may repeat; 11 is chosen by nobody
+    kept13, kept2 = w13[11].clone(), w2[11].clone()
+    w13[11], w2[11] = torch.nan, torch.nan
+    got = experts(x, w13, w2, **named, swiglu_limit=LIMIT)
+    w13[11], w2[11] = kept13, kept2
+    torch.testing.assert_close(got.float(), in_fp32(x, w13, w2, named), rtol=0, atol=BF16_STEPS)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_experts_repeat_bit_for_bit_and_in_a_graph(w13: torch.Tensor, w2: torch.Tensor, tokens: int) -> None:
+    x, named = draw(tokens, HIDDEN), chosen(tokens)
+    other_x, other = draw(tokens, HIDDEN), chosen(tokens)
+
+    def run() -> torch.Tensor:
+        return experts(x, w13, w2, **named, swiglu_limit=LIMIT)
+
+    want = run()
+    assert all(torch.equal(run(), want) for _ in range(20))
+    other_want = experts(other_x, w13, w2, **other, swiglu_limit=LIMIT)
+    graph, out = replayed(run)
+    graph.replay()
+    assert torch.equal(out, want)
+    x.copy_(other_x)
+    for name in ("weights", "ids"):
+        named[name].copy_(other[name])
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, other_want)
+
+
+@pytest.mark.parametrize("tokens", [5, 16, 40, 300])
+def test_a_row_of_experts_depends_on_itself_alone(w13: torch.Tensor, w2: torch.Tensor, tokens: int) -> None:
+    x, named = draw(tokens, HIDDEN), chosen(tokens)
+    want = experts(x, w13, w2, **named, swiglu_limit=LIMIT)
+    others = [t for t in range(tokens) if t != 3]
+    x[others] = torch.nan
+    named["ids"][others] = torch.arange(TOP_K, device="cuda")
+    got = experts(x, w13, w2, **named, swiglu_limit=LIMIT)
+    assert torch.equal(got[3], want[3])
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_experts_beyond_2_to_the_31_elements(tokens: int) -> None:
+    total = 161  # 2.7e9 elements of w13
+    w13, w2 = draw(total, 2 * INNER, HIDDEN, spread=HIDDEN**-0.5), draw(total, HIDDEN, INNER, spread=INNER**-0.5)
+    x, named = draw(tokens, HIDDEN), chosen(tokens, total - 1)
+    named["ids"][:, 0], named["ids"][:, 1:] = total - 2, torch.arange(7, device="cuda")
+    got = experts(x, w13, w2, **named, swiglu_limit=LIMIT)
+    torch.testing.assert_close(got.float(), in_fp32(x, w13, w2, named), rtol=0, atol=BF16_STEPS)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 16, 64, 256, 300])
+@pytest.mark.parametrize(("num_experts", "groups", "kept"), [(64, 1, 1), (288, 1, 1), (256, 8, 4)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_route_equals_fp64(tokens: int, num_experts: int, groups: int, kept: int, dtype: torch.dtype) -> None:
+    x = torch.randn(tokens, HIDDEN, device="cuda").to(dtype)
+    weight = torch.randn(num_experts, HIDDEN, device="cuda") / HIDDEN**0.5
+    bias = torch.randn(num_experts, device="cuda") * 0.3
+    shape = {"top_k": TOP_K, "num_groups": groups, "topk_groups": kept}
+    weights, ids = route(x, weight, bias, **shape, norm_topk_prob=True, scale=2.5)
+    scores = torch.sigmoid(x.double() @ weight.double().T)
+    biased = scores + bias.double()
+    if kept < groups:
+        biased = torch_impl._keep_best_groups(biased, groups, kept)
+    best = biased.sort(dim=1, descending=True).values[:, :TOP_K]
+    torch.testing.assert_close(biased.gather(1, ids), best, rtol=0, atol=FP32_GEMM)
+    own = scores.gather(1, ids)
+    want = 2.5 * own / own.sum(dim=1, keepdim=True)
+    torch.testing.assert_close(weights.double(), want, rtol=0, atol=FP32_GEMM)
+    again = route(x, weight, bias, **shape, norm_topk_prob=True, scale=2.5)
+    assert torch.equal(again[0], weights)
+    assert torch.equal(again[1], ids)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 64, 300])
+def test_route_breaks_ties_by_id_and_survives_garbage(tokens: int) -> None:
+    shape = {"top_k": TOP_K, "num_groups": 1, "topk_groups": 1, "norm_topk_prob": True, "scale": 1.0}
+    bias = 7 + torch.arange(288, device="cuda") * 1e-3
+    weight = torch.zeros(288, HIDDEN, device="cuda")
+    x = draw(tokens, HIDDEN)
+    _, ids = route(x, weight, bias, **shape)
+    assert ids.tolist() == [list(range(287, 279, -1))] * tokens
+    _, ids = route(x, weight, torch.zeros(288, device="cuda"), **shape)
+    assert ids.tolist() == [list(range(8))] * tokens
+    weight.normal_()
+    clean = route(x, weight, bias, **shape)
+    x[-1] = torch.nan
+    weights, ids = route(x, weight, bias, **shape)
+    assert torch.equal(ids[:-1], clean[1][:-1])
+    assert torch.equal(weights[:-1], clean[0][:-1])
+    assert sorted(ids[-1].tolist()) == list(range(8)), "all are equally bad"
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 300])
+def test_route_in_a_graph(tokens: int) -> None:
+    x, weight, bias = draw(tokens, HIDDEN), torch.randn(288, HIDDEN, device="cuda"), torch.randn(288, device="cuda")
+    shape = {"top_k": TOP_K, "num_groups": 1, "topk_groups": 1, "norm_topk_prob": True, "scale": 1.0}
+    graph, out = replayed(lambda: torch.cat(route(x, weight, bias, **shape), dim=1))
+    for _ in range(3):
+        x.normal_()
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, torch.cat(route(x, weight, bias, **shape), dim=1))
+
+
+@pytest.mark.parametrize(("tokens", "inner"), [(1, 12288), (64, 12288), (8192, 2048), (70_000, 96)])
+@pytest.mark.parametrize("limit", [None, LIMIT])
+def test_swiglu_equals_the_formula(tokens: int, inner: int, limit: float | None) -> None:
+    gate_up = draw(tokens, 2 * inner)
+    got = swiglu(gate_up, limit=limit)
+    torch.testing.assert_close(got, reference.swiglu(gate_up, limit=limit), rtol=2 * BF16_OUTPUT, atol=FP32_ROUNDING)

@@ -1,0 +1,95 @@
+"""The Triton kernels of hyper-connections, interpreted where there is no GPU, against the formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sidestream.ops.hyper_connection import reference, triton_post, triton_pre
+from sidestream.ops.hyper_connection.triton_pre import Launch
+from tests.ops.triton_mode import DEVICE, INTERPRETED
+from tests.tolerances import BF16_STEPS, FP32_ROUNDING
+
+ONE_ROW = Launch(block=16, shares=4, depth=16, warps=4, finish_warps=4)
+MANY_ROWS = Launch(block=16, shares=2, depth=64, warps=4, finish_warps=4, sinkhorn_rows=8)
+BF16 = 2 * BF16_STEPS if INTERPRETED else BF16_STEPS
+"""The collapse, its norm and the weight round in turn; the interpreter cuts off instead."""
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def inputs(tokens: int, hidden: int, dtype: torch.dtype, *, spread: float = 1.0) -> dict[str, Any]:
+    """``spread`` sharpens the mix: large is near a permutation, slow for Sinkhorn."""
+    fn = torch.randn(24, 4 * hidden) / (4 * hidden) ** 0.5
+    fn[8:] *= spread
+    made = {"streams": torch.randn(tokens, 4, hidden).to(dtype), "fn": fn, "base": torch.randn(24)}
+    made["norm_weight"] = (torch.rand(2, hidden) + 0.5).to(dtype)
+    on_device = {name: tensor.to(DEVICE) for name, tensor in made.items()}
+    return {**on_device, "norm_eps": 1e-5, "eps": 1e-6, "iters": 20}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("launch", [ONE_ROW, MANY_ROWS], ids=["one row", "many rows"])
+@pytest.mark.parametrize(("tokens", "hidden", "spread"), [(1, 24, 1.0), (3, 32, 8.0), (9, 40, 1.0)])
+def test_pre_equals_the_formula(tokens: int, hidden: int, spread: float, launch: Launch, dtype: torch.dtype) -> None:
+    made = inputs(tokens, hidden, dtype, spread=spread)
+    assert triton_pre.takes(made["streams"], made["fn"], made["base"], made["norm_weight"])
+    got = triton_pre.hyper_connection_pre(**made, launch=launch)
+    want = reference.hyper_connection_pre(**made)
+    bound = 4 * FP32_ROUNDING if dtype == torch.float32 else BF16
+    torch.testing.assert_close(got[0], want[0], rtol=bound, atol=4 * FP32_ROUNDING)
+    for name, a, b in zip(("post", "mix"), got[1:], want[1:], strict=True):
+        assert a.is_contiguous()
+        torch.testing.assert_close(a, b, rtol=0, atol=FP32_ROUNDING * spread, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("iters", [1, 2])
+def test_columns_are_normalised_last(iters: int) -> None:
+    """And every sum has its eps, here a large one."""
+    made = {**inputs(5, 16, torch.float32), "eps": 0.05, "iters": iters}
+    for launch in (ONE_ROW, MANY_ROWS):
+        got = triton_pre.hyper_connection_pre(**made, launch=launch)
+        for a, b in zip(got, reference.hyper_connection_pre(**made), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=4 * FP32_ROUNDING)
+
+
+@pytest.mark.parametrize("launch", [ONE_ROW, MANY_ROWS], ids=["one row", "many rows"])
+def test_garbage_in_one_row_stays_there(launch: Launch) -> None:
+    made = inputs(6, 24, torch.float32)
+    clean = triton_pre.hyper_connection_pre(**made, launch=launch)
+    made["streams"][[0, 4]] = torch.nan
+    dirty = triton_pre.hyper_connection_pre(**made, launch=launch)
+    for a, b in zip(clean, dirty, strict=True):
+        assert torch.equal(a[[1, 2, 3, 5]], b[[1, 2, 3, 5]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 24), (3, 70)])
+def test_post_equals_the_formula(tokens: int, hidden: int, dtype: torch.dtype) -> None:
+    """With an output that is a slice, and strided weights, as other implementations of the collapse return them."""
+    streams = torch.randn(tokens, 4, hidden).to(DEVICE, dtype)
+    output = torch.randn(tokens, hidden + 4).to(DEVICE, dtype)[:, 3 : 3 + hidden]
+    post = torch.rand(tokens, 9, device=DEVICE)[:, 2:6].unsqueeze(2)
+    mix = torch.rand(4, tokens, 4, device=DEVICE).permute(1, 2, 0)
+    if INTERPRETED and dtype == torch.bfloat16:
+        post, mix = post.to(dtype).float(), mix.to(dtype).float()  # the interpreter would cut them off
+    assert triton_post.takes(streams, output)
+    got = triton_post.hyper_connection_post(streams, output, post, mix=mix, launch=(32, 4))
+    want = reference.hyper_connection_post(streams, output, post, mix=mix)
+    assert got.dtype == dtype
+    bound = FP32_ROUNDING if dtype == torch.float32 else BF16_STEPS
+    torch.testing.assert_close(got, want, rtol=bound, atol=FP32_ROUNDING)
+
+
+def test_what_the_kernels_take() -> None:
+    made = inputs(2, 16, torch.float32)
+    others = (made["fn"], made["base"], made["norm_weight"])
+    assert not triton_pre.takes(made["streams"][:, :3], *others)
+    assert not triton_pre.takes(made["streams"].transpose(0, 1).contiguous().transpose(0, 1), *others)
+    assert not triton_pre.takes(made["streams"][:0], *others)
+    assert not triton_post.takes(made["streams"], made["streams"][:, 0].bfloat16())
+    for rows in (1, 17, 129, 8192):
+        launch = triton_pre.launch_for(rows)
+        assert launch.block * triton_pre.COLUMNS <= 4096
+        assert launch.shares & (launch.shares - 1) == 0

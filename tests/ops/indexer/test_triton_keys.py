@@ -1,0 +1,99 @@
+"""The Triton kernels of index keys in the interpreter or on the GPU: token by token against whole sequences' pools."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sidestream.core.ring import RingPlan, plan_ring
+from sidestream.ops.indexer import reference
+from sidestream.ops.indexer.triton_keys import KeysPlan, write_keys, write_pools
+from tests.ops.triton_mode import DEVICE, INTERPRETED
+from tests.tolerances import BF16_OUTPUT, FP32_ROUNDING
+
+DIM = 16
+
+
+def to_device(plan: RingPlan) -> RingPlan:
+    return plan.moved([tensor.to(DEVICE) for tensor in plan.tensors])
+
+
+def rounding_of(dtype: torch.dtype) -> dict[str, float]:
+    """The interpreter cuts off what does not fit bf16, which is up to a whole step instead of half of one."""
+    step = BF16_OUTPUT * (2 if INTERPRETED else 1)
+    return {"rtol": step if dtype is torch.bfloat16 else 0.0, "atol": FP32_ROUNDING}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kpool", "rollback"), [(4, 0), (4, 3), (3, 1)])
+def test_pools_of_growing_sequences(dtype: torch.dtype, kpool: int, rollback: int) -> None:
+    """Sequences of other lengths on shuffled slots, and a padding row, whose slot and entry are scratch and NaN."""
+    steps, starts, slots = 9, [0, 4, 2, 0], [3, 1, 2, 0]
+    lengths = [start + steps for start in starts[:3]]
+    k, gate = [torch.randn(4, max(lengths), DIM).to(dtype) for _ in range(2)]
+    ape, ring = torch.randn(kpool, DIM), kpool - 1 + rollback
+    tail = torch.full((5 * ring, 2 * DIM), torch.nan, dtype=dtype)
+    keys = torch.full((1 + 3 * 8, DIM), torch.nan, dtype=dtype)
+    for row in range(3):  # what earlier steps left
+        for position in range(max(starts[row] - ring, 0), starts[row]):
+            tail[slots[row] * ring + position % ring] = torch.cat([k[row, position], gate[row, position]])
+    untouched = tail[4 * ring :].clone()
+    tail, keys = tail.to(DEVICE), keys.to(DEVICE)
+    for step in range(steps):
+        positions = [start + step for start in starts[:3]] + [0]
+        plan = plan_ring(positions, [1] * 4, slots, window=kpool, ring_length=ring)
+        done = [(p + 1) % kpool == 0 for p in positions[:3]]
+        entries = [1 + 8 * r + positions[r] // kpool if done[r] else 0 for r in range(3)] + [0]
+        own = [torch.stack([x[r, positions[r]] for r in range(4)]).to(DEVICE) for x in (k, gate)]
+        wide = torch.full((4, 3 * DIM), torch.nan, dtype=dtype, device=DEVICE)  # a part of a merged product
+        wide[:, DIM : 2 * DIM] = own[1]
+        where = torch.tensor(entries, device=DEVICE)
+        own_gate = wide[:, DIM : 2 * DIM]
+        write_pools(own[0], own_gate, ape.to(DEVICE), tail=tail, plan=to_device(plan), keys_flat=keys, entries=where)
+        kept = tail.cpu()[plan.keep_rows[:3]]
+        assert torch.equal(kept, torch.cat([own[0], own_gate], dim=1)[:3].cpu())
+    for row in range(3):
+        want = reference.pooled_keys(k[row, : lengths[row]].float(), gate[row, : lengths[row]].float(), ape)
+        got = keys[1 + 8 * row : 1 + 8 * row + len(want)].cpu().float()
+        first = -(-starts[row] // kpool) if starts[row] % kpool else starts[row] // kpool
+        whole = (
+            starts[row] // kpool
+        )  # the pool begun before the first step completes in it: its members are in the ring
+        assert len(want) > first >= whole
+        torch.testing.assert_close(got[whole:], want[whole:], **rounding_of(dtype))
+        assert got[:whole].isnan().all()
+        assert keys[1 + 8 * row + len(want) : 9 + 8 * row].isnan().all()
+    assert torch.equal(tail[4 * ring :].isnan().cpu(), untouched.isnan())
+    assert keys[0].isfinite().all(), "the padding row's key stays finite"
+
+
+def test_equals_the_reference_for_one_step() -> None:
+    plan = plan_ring([7, 5, 0], [1] * 3, [2, 1, 0], window=4, ring_length=3)
+    k, gate, ape = torch.randn(3, DIM), torch.randn(3, DIM), torch.randn(4, DIM)
+    tail, entries = torch.randn(9, 2 * DIM), torch.tensor([4, 0, 0])
+    keys = torch.full((6, DIM), torch.nan)
+    want_tail, want_keys = tail.clone(), keys.clone()
+    reference.write_pools(k, gate, ape, tail=want_tail, plan=plan, keys_flat=want_keys, entries=entries)
+    tail, keys = tail.to(DEVICE), keys.to(DEVICE)
+    inputs = [tensor.to(DEVICE) for tensor in (k, gate, ape)]
+    write_pools(*inputs, tail=tail, plan=to_device(plan), keys_flat=keys, entries=entries.to(DEVICE))
+    assert torch.equal(tail.cpu(), want_tail)
+    torch.testing.assert_close(keys[4].cpu(), want_keys[4], rtol=0.0, atol=FP32_ROUNDING)
+    assert keys[[1, 2, 3, 5]].isnan().all()
+
+
+@pytest.mark.parametrize("count", [1, 5, 300])
+def test_write_keys(count: int) -> None:
+    holder = torch.full((400, 40), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    keys, rows = holder[:, 4:28], torch.randperm(400)[: 2 * count : 2].to(DEVICE)
+    count = rows.shape[0]
+    k = torch.randn(24, count, device=DEVICE).bfloat16().float().t()
+    write_keys(keys, rows, k, launch=KeysPlan(warps=1))
+    assert torch.equal(keys[rows], k.bfloat16())
+    others = torch.ones(400, dtype=torch.bool, device=DEVICE)
+    others[rows] = False
+    assert holder[others].isnan().all()
+    assert holder[:, :4].isnan().all()
+    assert holder[:, 28:].isnan().all()
+    write_keys(keys, rows[:0], k[:0])
+    assert torch.equal(keys[rows], k.bfloat16())

@@ -1,0 +1,81 @@
+"""The Triton kernel of a whole KDA decode step, interpreted where there is no GPU, against the formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sidestream.core.ring import plan_ring
+from sidestream.ops.kda import decode, reference, triton_decode
+from sidestream.ops.kda.triton_decode import Launch
+from tests.ops.kda.decode_step_case import decode_step_case, owned
+from tests.ops.operator_case import map_tensors
+from tests.ops.triton_mode import DEVICE
+from tests.tolerances import BF16_STEPS, FP32_GEMM
+
+LAUNCHES = [Launch(expands=True, columns=16, num_warps=4), Launch(expands=False, columns=8, num_warps=4)]
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=["expands", "expanded"])
+@pytest.mark.parametrize(
+    ("versions", "rollback", "bounded", "dtype"),
+    [(1, 0, True, torch.float32), (3, 2, False, torch.float32), (2, 1, True, torch.bfloat16)],
+)
+def test_a_step_equals_the_formula(
+    launch: Launch, versions: int, rollback: int, bounded: bool, dtype: torch.dtype
+) -> None:
+    case = decode_step_case(7, 2, 16, padding=2, versions=versions, rollback=rollback, bounded=bounded, dtype=dtype)
+    truth = map_tensors(case, torch.clone)
+    mine = map_tensors(case, lambda tensor: tensor.clone().to(DEVICE))
+    got = triton_decode.decode_step(**mine, launch=launch).cpu()
+    want = reference.decode_step(**truth)
+    assert got.dtype == dtype
+    assert bool(got.isfinite().all())
+    bound = FP32_GEMM if dtype == torch.float32 else BF16_STEPS
+    torch.testing.assert_close(got, want, rtol=bound, atol=bound)
+    torch.testing.assert_close(owned(mine["state"].cpu()), owned(truth["state"]), rtol=0, atol=bound)
+    assert bool(mine["state"][0, 1 % versions].isfinite().all()), "scratch must stay finite where padding wrote it"
+    length = case["plan"].length
+    assert torch.equal(owned(mine["conv_state"].cpu(), length=length), owned(truth["conv_state"], length=length))
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=["expands", "expanded"])
+def test_rows_do_not_depend_on_their_neighbours(launch: Launch) -> None:
+    """Other tokens, and garbage, in all rows but one: its bits stay."""
+    case = decode_step_case(4, 2, 16, padding=0)
+    other = map_tensors(case, torch.clone)
+    other["projected"][[0, 1, 3]] = torch.nan
+    outputs, states = [], []
+    for arguments in (case, other):
+        mine = map_tensors(arguments, lambda tensor: tensor.to(DEVICE))
+        outputs.append(triton_decode.decode_step(**mine, launch=launch)[2].cpu())
+        states.append(mine["state"][case["slots"][2]].cpu())
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(states[0], states[1])
+
+
+def test_several_steps_carry_the_state_and_the_ring() -> None:
+    """Five tokens of one sequence, its slot NaN before: the composition of torch operators gives the same."""
+    steps = [decode_step_case(1, 2, 16, padding=0) for _ in range(5)]
+    kept = {name: steps[0][name] for name in ("conv_state", "state")}
+    own = map_tensors(kept, lambda tensor: tensor.clone().to(DEVICE))
+    slots = torch.tensor([2])
+    for position, step in enumerate(steps):
+        plan = plan_ring([position], [1], [2], window=4, ring_length=3)
+        arguments = {**step, "plan": plan, "slots": slots, "start": torch.tensor([position])}
+        mine = {**map_tensors(arguments, lambda tensor: tensor.to(DEVICE)), **own}
+        got = triton_decode.decode_step(**mine, launch=LAUNCHES[1]).cpu()
+        want = decode.decode_step(**{**arguments, **kept})
+        torch.testing.assert_close(got, want, rtol=FP32_GEMM, atol=FP32_GEMM)
+    torch.testing.assert_close(own["state"][2].cpu(), kept["state"][2], rtol=0, atol=FP32_GEMM)
+    assert torch.equal(own["conv_state"][6:9].cpu(), kept["conv_state"][6:9])
+
+
+def test_what_the_kernel_takes() -> None:
+    case = decode_step_case(2, 2, 16)
+    chosen = (case["projected"], case["conv_state"], case["expand"], case["plan"])
+    assert triton_decode.takes(*chosen)
+    assert not triton_decode.takes(case["projected"].to(torch.bfloat16), *chosen[1:])
+    odd = decode_step_case(2, 2, 24)
+    assert not triton_decode.takes(odd["projected"], odd["conv_state"], odd["expand"], odd["plan"])
+    assert all(triton_decode.launch_for(rows, heads).columns >= 16 for rows in (1, 8, 512) for heads in (1, 64))

@@ -1,0 +1,130 @@
+"""Triton sparse MLA: every row format against the reference, in poisoned pools, cut into runs in every way."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sidestream.ops.kv_rows import KVRowLayout, kv_row_layout
+from sidestream.ops.sparse_mla import reference, sparse_mla
+from tests.ops.sparse_mla.test_sparse_mla import draw_rows, poisoned
+from tests.ops.triton_mode import DEVICE, INTERPRETED
+from tests.tolerances import BF16_STEPS, FP32_GEMM
+
+triton_launch = pytest.importorskip("sidestream.ops.sparse_mla.triton_launch")
+triton_impl = pytest.importorskip("sidestream.ops.sparse_mla.triton_impl")
+
+SCALE, COUNTS = 0.2, [70, 0, 1, 33, 16]
+DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
+LAUNCH = triton_launch.Launch(splits=1, block_h=16, block_n=16, stages=2, warps=4, parted=True)
+
+
+def layout_of(name: str, p: int, r: int = 64) -> KVRowLayout:
+    return kv_row_layout(name, latent_dim=r, rope_dim=p, model_dtype=DTYPE)
+
+
+def run(
+    q: torch.Tensor, pool: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, layout: KVRowLayout, **change: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernels, whatever the device of the inputs; results on the CPU."""
+    on = [tensor.to(DEVICE) for tensor in (q, pool, rows, counts)]
+    out, lse = triton_impl.sparse_mla(
+        *on[:3], counts=on[3], scale=SCALE, layout=layout, launch=replace(LAUNCH, **change)
+    )
+    return out.cpu(), lse.cpu()
+
+
+def check(got: torch.Tensor, want: torch.Tensor) -> None:
+    if INTERPRETED:
+        torch.testing.assert_close(got.float(), want, rtol=0, atol=FP32_GEMM)
+        return
+    infinite = want.isinf()
+    assert torch.equal(got.float()[infinite], want[infinite])
+    error = (got.float() - want)[~infinite].abs().max()
+    assert error <= BF16_STEPS * want[~infinite].abs().max()
+
+
+@pytest.mark.parametrize(
+    ("name", "p"), [("auto", 16), ("bf16", 0), ("bf16", 16), ("fp8_ds_mla", 16), ("fp8_ds_mla", 0), ("mxfp8", 0)]
+)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_equals_the_reference(name: str, p: int, splits: int) -> None:
+    layout = layout_of(name, p)
+    rows, counts = draw_rows(5, 70, COUNTS)
+    pool, q = poisoned(layout, rows), torch.randn(5, 5, 64 + p).to(DTYPE)
+    out, lse = run(q, pool, rows, counts, layout, splits=splits, parted=splits == 1)
+    want_out, want_lse = reference.sparse_mla(q, pool, rows, counts=counts, scale=SCALE, layout=layout)
+    assert (out.dtype, lse.dtype) == (DTYPE, torch.float32)
+    check(out, want_out)
+    check(lse, want_lse)
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    assert torch.equal(lse[1], torch.full((5,), -math.inf))
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_blocks_of_heads_strides_and_int32_rows(splits: int) -> None:
+    layout = layout_of("auto", 16)
+    rows, counts = draw_rows(3, 20, [20, 0, 17])
+    pool = poisoned(layout, rows)
+    q = torch.randn(20, 3, 80).to(DTYPE).transpose(0, 1)
+    wide = torch.full((6, 41), 10**6, dtype=torch.int32)
+    wide[::2, 1::2] = rows.int()
+    out, lse = run(q, pool, wide[::2, 1::2], counts.repeat_interleave(2)[::2], layout, splits=splits)
+    want_out, want_lse = reference.sparse_mla(q, pool, rows, counts=counts, scale=SCALE, layout=layout)
+    check(out, want_out)
+    check(lse, want_lse)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_a_row_depends_on_no_other() -> None:
+    layout = layout_of("auto", 0, 32)
+    rows, counts = draw_rows(4, 40, [40, 9, 30, 0])
+    pool, q = poisoned(layout, rows), torch.randn(4, 3, 32).to(DTYPE)
+    out, lse = run(q, pool, rows, counts, layout, splits=2)
+    q[0], q[3] = torch.nan, torch.nan
+    counts[0], rows[0, 5:] = 5, -1
+    again, again_lse = run(q, pool, rows, counts, layout, splits=2)
+    assert torch.equal(again[1:], out[1:])
+    assert torch.equal(again_lse[1:], lse[1:])
+    assert again[0].isnan().all()
+
+
+def test_large_scores_do_not_overflow() -> None:
+    layout = layout_of("auto", 0, 16)
+    rows, counts = draw_rows(2, 40, [40, 25])
+    pool, q = poisoned(layout, rows), (torch.randn(2, 3, 16) * 1e4).to(DTYPE)
+    for splits in (1, 2):
+        out, lse = run(q, pool, rows, counts, layout, splits=splits)
+        want_out, want_lse = reference.sparse_mla(q, pool, rows, counts=counts, scale=SCALE, layout=layout)
+        torch.testing.assert_close(
+            out.float(), want_out, rtol=BF16_STEPS, atol=1e-2
+        )  # scores of 1e4 carry errors of 1e-3
+        torch.testing.assert_close(lse, want_lse, rtol=FP32_GEMM, atol=0)
+
+
+def test_what_the_kernels_do_not_support_runs_in_torch() -> None:
+    layout = layout_of("auto", 4, 24)
+    rows, counts = draw_rows(2, 5, [5, 0])
+    pool, q = poisoned(layout, rows), torch.randn(2, 3, 28).to(DTYPE)
+    out, lse = run(q, pool, rows, counts, layout)
+    want, want_lse = sparse_mla(
+        q.to(DEVICE), pool.to(DEVICE), rows.to(DEVICE), counts=counts.to(DEVICE), scale=SCALE, layout=layout
+    )
+    assert want_lse is not None
+    assert torch.equal(out, want.cpu())
+    assert torch.equal(lse, want_lse.cpu())
+
+
+def test_runs_follow_from_shapes() -> None:
+    """One run where tokens fill the device, more where they do not, never more than there are tiles."""
+    splits_for = triton_launch.splits_for
+    assert splits_for(2048, 64, 32, 32) == 1
+    assert splits_for(132, 64, 32, 32) == 1
+    assert [splits_for(64, 64, 32, 32), splits_for(32, 64, 32, 32)] == [2, 4]
+    assert 8 <= splits_for(1, 64, 32, 32) <= 32
+    assert splits_for(1, 1, 32, 32) == 1
+    for heads, block_h in ((1, 16), (8, 16), (20, 32), (64, 64), (128, 64)):
+        assert triton_launch.choose_launch(1, heads, 2048, layout_of("auto", 0, 512), 32).block_h == block_h

@@ -1,0 +1,104 @@
+"""The Triton top-k in the interpreter or on the GPU: rows of one block, of chunks and of both, under every plan."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sidestream.ops.topk import reference
+from sidestream.ops.topk.triton_select import SelectPlan, select_plan, select_rows, topk_ascending
+from tests.ops.triton_mode import DEVICE
+
+INF, NAN = math.inf, math.nan
+POISON = 0x7F7F7F7F
+ONE = SelectPlan(chunk=256, small=64, chunks=1, merge=0, warps=4, merge_warps=4, ticket=False)
+CHUNKS = SelectPlan(chunk=64, small=16, chunks=4, merge=64, warps=4, merge_warps=4, ticket=False)
+PLANS = {"one": ONE, "chunks": CHUNKS, "ticket": replace(CHUNKS, ticket=True)}
+
+
+def select(scores: torch.Tensor, valid: torch.Tensor, k: int, plan: SelectPlan) -> torch.Tensor:
+    scores, valid = scores.to(DEVICE), valid.to(DEVICE)
+    out = torch.full((scores.shape[0], k), POISON, dtype=torch.int32, device=DEVICE)
+    tickets = torch.zeros(scores.shape[0], dtype=torch.int32, device=DEVICE)
+    select_rows(scores, valid, out, picks=k, kpool=1, per_block=1, plan=plan, tickets=tickets)
+    return out.cpu()
+
+
+def hard_scores(rows: int, size: int) -> torch.Tensor:
+    """Rows with many ties, all equal, NaN of both signs, infinities, zeros of both signs, and one of extremes."""
+    scores = torch.randn(rows, size).round(decimals=1)
+    scores[0] = -0.0
+    scores[0, ::5] = 0.0
+    scores[1, ::3], scores[1, 1::3] = NAN, -NAN
+    scores[2] = -INF
+    scores[2, 5:60:9] = torch.tensor([INF, 1e-45, -1e-45, 3.4e38, -3.4e38, 0.0, INF])
+    scores[3] = NAN
+    scores[4] = torch.randn(size) * 1e6
+    return scores
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_equals_the_reference(plan: SelectPlan) -> None:
+    scores = hard_scores(9, 230)
+    short, long = [0, 1, 11, 12, 13, 16, 17, 64, 65], [128, 192, 193, 229, 63, 230, 130, 66, 2]
+    for k, valid, poison in ((12, short, NAN), (12, long, INF), (1, long, NAN)):
+        lens = torch.tensor(valid)
+        hidden = torch.arange(230) >= lens[:, None]
+        got = select(scores.masked_fill(hidden, poison), lens, k, plan)
+        assert torch.equal(got, reference.topk_ascending(scores, lens, k)), (k, valid)
+
+
+@pytest.mark.parametrize("value", [0.0, -INF, INF, NAN])
+def test_all_equal_takes_the_lowest(value: float) -> None:
+    for plan in PLANS.values():
+        got = select(torch.full((2, 200), value), torch.tensor([200, 3]), 16, plan)
+        assert got[0].tolist() == list(range(16))
+        assert got[1].tolist() == [0, 1, 2, *[-1] * 13]
+
+
+def test_rows_do_not_depend_on_each_other() -> None:
+    scores, valid = hard_scores(6, 200), torch.tensor([200, 131, 70, 200, 199, 40])
+    together = select(scores, valid, 8, CHUNKS)
+    alone = torch.cat([select(scores[i : i + 1], valid[i : i + 1], 8, ONE) for i in range(6)])
+    assert torch.equal(together, alone)
+
+
+def test_the_operator_with_strides_and_empty_shapes() -> None:
+    wide = torch.randn(6, 90, device=DEVICE)
+    scores, valid = wide[::2, ::3], torch.tensor([30, 9, 0, 7, 8, 9], device=DEVICE)[::2]
+    want = reference.topk_ascending(scores.cpu(), valid.cpu(), 10)
+    assert torch.equal(topk_ascending(scores, valid, 10).cpu(), want)
+    column = torch.randn(50, 3, device=DEVICE).t()
+    few = torch.tensor([50, 2, 9], device=DEVICE)
+    assert torch.equal(topk_ascending(column, few, 60).cpu(), reference.topk_ascending(column.cpu(), few.cpu(), 60))
+    none = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    assert topk_ascending(torch.randn(2, 0, device=DEVICE), none, 3).tolist() == [[-1] * 3] * 2
+    assert topk_ascending(wide[:0], none[:0], 3).shape == (0, 3)
+    assert topk_ascending(wide[:2], none, 0).shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("entries", "picks"), [(64, 512), (2048, 512), (8193, 512), (65536, 512), (65536, 2048), (163840, 2048)]
+)
+@pytest.mark.parametrize("ticket", [False, True])
+def test_plans_hold_what_they_promise(entries: int, picks: int, ticket: bool) -> None:
+    plan = select_plan(entries, picks, ticket=ticket)
+    assert plan is not None
+    assert plan.chunk * plan.chunks >= entries > plan.chunk * (plan.chunks - 1)
+    assert plan.small <= plan.chunk <= 1 << 15
+    assert 1 <= plan.warps <= 32
+    if plan.chunks > 1:
+        assert plan.chunks * picks <= plan.merge <= 1 << 15
+        assert picks < plan.chunk
+        assert plan.ticket == ticket
+
+
+def test_what_no_program_can_merge_has_no_plan() -> None:
+    assert select_plan(1 << 20, 2048, ticket=False) is None
+    scores = torch.randn(1, 1 << 20, device=DEVICE)
+    valid = torch.tensor([1 << 20], device=DEVICE)
+    got = topk_ascending(scores, valid, 2048)[0].cpu()
+    assert set(got.tolist()) == set(scores[0].topk(2048).indices.tolist())
