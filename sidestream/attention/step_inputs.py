@@ -259,7 +259,7 @@ class StepInputsBuilder:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Host arrays of a step's rows; ``context_lens`` only in a uniform step, ``sources`` only where tokens are unknown."""
+    """Host arrays of a step's rows; ``context_lens`` in a uniform step, ``sources`` where tokens are unknown."""
 
     token_ids: Array
     positions: Array
