@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ from sidestream.config.model import ModelConfig
 from sidestream.core.batch import Chunk
 from sidestream.core.cudagraph_mode import CUDAGraphMode
 from sidestream.core.forward_context import get_forward_context
-from sidestream.engine.build import BuiltEngine, in_graph_mode
+from sidestream.engine.build import BuiltEngine, build_engine, in_graph_mode
 from sidestream.engine.llm import bundled_model
 from sidestream.engine.runner import ModelRunner
 from sidestream.engine.tokenizer import load_tokenizer
 from sidestream.engine.verify import engines, verification
 from sidestream.engine.verify.compare import Generated, compare
-from sidestream.engine.verify.engines import FULL, NONE, PIECEWISE, PLAIN_CPU, VARIANTS, Variant
+from sidestream.engine.verify.engines import FULL, NONE, PIECEWISE, PLAIN_CPU, VARIANTS, Variant, Workload
 from sidestream.engine.verify.layer_digests import LayerDigest, LayerDigests, first_apart, first_other_bits
 from sidestream.engine.verify.prompts import NOMINAL_TOPK, make_prompts
 from sidestream.engine.verify.report import SCHEDULES, Batching, Prefill, Report, Rule, Schedule
@@ -136,6 +137,52 @@ def test_progress_tells_every_cell_and_token_and_an_estimate(clean: tuple[Report
     assert "more" in progress.notes[0]
 
 
+# What a cell runs
+
+
+@pytest.fixture(scope="module")
+def on_cpu(folder: Path) -> tuple[BuiltEngine, Workload]:
+    model, asked = ModelConfig.from_hf(folder), settings("cpu", prompts=3)
+    prompts = make_prompts(folder, model, count=3, tokens=4, seed=1)
+    config = asked.engine(model, prompts, device="cpu")
+    return build_engine(folder, config), Workload(prompts, 4, asked.chunk(max(map(len, prompts))))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_a_schedule_decides_what_shares_a_step(
+    on_cpu: tuple[BuiltEngine, Workload], schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, workload = on_cpu
+    forward, steps = ModelRunner.forward, []
+
+    def noting(self: ModelRunner, chunks: Sequence[Chunk], token_ids: Sequence[int]) -> torch.Tensor:
+        steps.append(list(chunks))
+        return forward(self, chunks, token_ids)
+
+    monkeypatch.setattr(ModelRunner, "forward", noting)
+    run = workload.run(built, schedule)
+    assert max(map(len, steps)) == (1 if schedule.batching is Batching.ALONE else 2)
+    prefills = [chunk for step in steps for chunk in step if not chunk.is_decode]
+    if schedule.prefill is Prefill.ONE_SHOT:
+        assert sorted(chunk.length for chunk in prefills) == sorted(map(len, workload.prompts))
+    else:
+        assert max(sum(chunk.length for chunk in step) for step in steps) == workload.chunk
+        assert len(prefills) > len(workload.prompts)
+    for made in run.generated:
+        assert made is not None
+        assert len(made.token_ids) == len(made.logprobs) == len(made.margins) == 4
+        assert all(logprob < 0 <= margin for logprob, margin in zip(made.logprobs, made.margins, strict=True))
+
+
+def test_a_rerun_stops_at_the_step_and_leaves_out_other_prompts(on_cpu: tuple[BuiltEngine, Workload]) -> None:
+    built, workload = on_cpu
+    whole = workload.run(built, ALONE).generated[1]
+    run = workload.run(built, ALONE, only=[1], until=(1, 2))
+    assert (run.generated[0], run.generated[2]) == (None, None)
+    assert whole is not None
+    assert run.generated[1] == Generated(whole.token_ids[:2], whole.logprobs[:2], whole.margins[:2])
+
+
 # Seeded faults
 
 
@@ -192,7 +239,9 @@ def test_log_probabilities_alone_are_enough_to_fail(
         return logits(self, *args) * (1 + 2**-20 if self in again else 1)
 
     monkeypatch.setattr(ModelRunner, "logits", a_little_more)
-    report = verify(folder, settings("cpu"), Silent())
+    progress = Silent()
+    report = verify(folder, settings("cpu"), progress)
+    assert sum("running it again" in note for note in progress.notes) == 1
     first = report.cell("AGAIN", ALONE).difference
     assert first is not None
     assert first.tokens[0] == first.tokens[1]
@@ -374,6 +423,9 @@ def test_one_other_bit_is_other_bits(dtype: torch.dtype) -> None:
     assert first_other_bits(left, right, "a") == (5, 0)
     assert first_other_bits(left, right, "b") is None
     assert first_apart(left, right, "a", bound=0.05) is None
+    swapped = state.clone()
+    swapped[1, 0, :2] = state[1, 0, :2].flip(0)
+    assert first_other_bits(left, digested(swapped).seen, "a") == (5, 0)
     flipped[1] *= 2
     assert first_apart(left, digested(flipped).seen, "a", bound=0.05) == (5, 0)
 
@@ -386,6 +438,17 @@ def test_positions_come_before_layers() -> None:
     right = {("a", 4): digest(7, 1, 1), ("a", 3): digest(1, 1, 7), ("a", 8): digest(5, 5, 5)}
     assert first_other_bits(left, right, "a") == (3, 2)
     assert first_apart(left, right, "a", bound=0.5) == (3, 2)
+    assert first_apart(left, right, "a", bound=7.0) is None
+
+
+def test_a_distance_is_measured_by_the_size_of_the_row() -> None:
+    def digest(projection: float) -> LayerDigest:
+        return LayerDigest((0,), (projection,), (100.0,))
+
+    left = {("a", 0): digest(0.0)}
+    assert first_apart(left, {("a", 0): digest(40.0)}, "a", bound=0.5) is None
+    assert first_apart(left, {("a", 0): digest(60.0)}, "a", bound=0.5) == (0, 0)
+    assert first_apart(left, {("a", 0): digest(float("nan"))}, "a", bound=0.5) == (0, 0)
 
 
 # Prompts and settings
@@ -446,7 +509,16 @@ def test_the_margin_follows_the_dtype_unless_it_is_given() -> None:
     assert VerifySettings(margin=0.25).bound("float32") == 0.25
 
 
-def test_chunks_are_odd_and_several(folder: Path) -> None:
+def test_the_engine_is_asked_for_what_the_prompts_need() -> None:
+    asked = VerifySettings(device="sim", dtype="bfloat16", load_format="dummy", tokens=5, max_num_seqs=3, seed=9)
+    config = asked.engine(model_of(), [[1] * 4, [1] * 30], device="sim")
+    assert (config.device, config.dtype, config.load_format, config.seed) == ("sim", "bfloat16", "dummy", 9)
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len) == (3, 90, 35)
+    assert config.max_capture_tokens == 32, "the captured size that holds the longest prompt"
+    assert config.graph_debug
+
+
+def test_chunks_are_odd_and_several() -> None:
     for longest in (9, 24, 96, 3072):
         chunk = VerifySettings().chunk(longest)
         assert chunk % 2 == 1

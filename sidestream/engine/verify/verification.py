@@ -105,6 +105,8 @@ class Verification:
             if self._host is None:
                 self._host = self._build("cpu")
             return self._host
+        if variant.cudagraph_mode == self._base.config.cudagraph_mode:
+            return self._base
         self._base.runner.streams.backend.synchronize()  # each mode has streams of its own, over the same pools
         return in_graph_mode(self._base, variant.cudagraph_mode)
 

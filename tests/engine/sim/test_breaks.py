@@ -18,7 +18,7 @@ from sidestream.streams.simulated import SimulatedBackend
 from tests.engine.harness import Part, random_sequences
 from tests.engine.sim.harness import MODELS, VOCAB, SimHarness, decodes, make_model
 
-SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_capture_tokens": 4}
+SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_capture_tokens": 4}
 
 DECODE_BREAKS = {
     "glm5_next": ["KDA of layer 0", "attention of layer 1", "attention of layer 2"],

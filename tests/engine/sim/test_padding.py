@@ -22,7 +22,7 @@ from tests.tolerances import PARITY_LOGPROB
 
 REPLAYS = 20
 BUCKET = 8
-EIGHT = {"max_num_seqs": BUCKET, "max_num_batched_tokens": BUCKET, "max_capture_tokens": BUCKET}
+EIGHT: dict[str, Any] = {"max_num_seqs": BUCKET, "max_num_batched_tokens": BUCKET, "max_capture_tokens": BUCKET}
 
 
 @dataclass(frozen=True)

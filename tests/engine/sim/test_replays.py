@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from sidestream.core.cudagraph_mode import CUDAGraphMode
 from sidestream.streams.simulated import Order
 from tests.engine.harness import Part, oracle_logprobs, random_sequences
 from tests.engine.sim.harness import VOCAB, SimHarness, captured_sizes, decodes, make_model, open_sim
+from tests.tiny_models import build_oracle, next_layers, save_checkpoint
 from tests.tolerances import PARITY_LOGPROB
 
 
@@ -37,11 +39,11 @@ def test_fifty_replays_of_sizes_1_2_and_8_beside_a_starved_stream(setting: str, 
 
 def test_a_hundred_replays_beside_a_churning_allocator_equal_eager(tmp_path: Path) -> None:
     """Between replays of chunked prefills blocks of all sizes are allocated, overwritten and released."""
-    make_model("glm5_next", tmp_path)
+    save_checkpoint(build_oracle("glm5_next", 17, **next_layers("KD")), tmp_path)
     rng = random.Random(3)
     sizes = [rng.choice((2, 4, 4, 7, 8)) for _ in range(100)]
     sequences = random_sequences([sum(sizes[:50]), sum(sizes[50:])], vocab=VOCAB, seed=13)
-    settings = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 512, "num_blocks": 80}
+    settings: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 512, "num_blocks": 80}
     kept: list[torch.Tensor] = []
 
     def schedule(*, churn: bool) -> Iterator[list[Part]]:
