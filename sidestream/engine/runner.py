@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -124,9 +124,13 @@ class ModelRunner:
             assert sampled is not None, "token ids are unknown, and nothing was sampled"
             fill_sampled(inputs.token_ids, inputs.sources, sampled)
         with self._context(inputs, plan.mode):
-            if plan.mode is CUDAGraphMode.NONE:
-                return StepOutput(**self._forward_of(plan)())
-            return StepOutput(**self.graphs.runner.replay(plan, inputs))
+            return StepOutput(**self._run(plan, inputs))
+
+    def _run(self, plan: StepPlan, inputs: StepInputs) -> Mapping[str, torch.Tensor]:
+        if plan.mode is CUDAGraphMode.NONE:
+            return self._forward_of(plan)()
+        assert self.graphs is not None
+        return self.graphs.runner.replay(plan, inputs)
 
     def _forward_of(self, plan: StepPlan) -> Callable[[], dict[str, torch.Tensor]]:
         """What a step of this form computes: logits too, if every row of it is sampled from."""

@@ -37,10 +37,10 @@ class PendingTokens:
                 that, and no token would be right.
         """
         self.streams.backend.synchronize_event(self.slot.copied)
-        peaks, allowed, tokens = (
-            host[: self.count].tolist() for host in (self.slot.peaks, self.slot.allowed, self.slot.tokens)
-        )
-        check_peaks(peaks, allowed if self.masked else None)
+        slot, count = self.slot, self.count
+        peaks, tokens = slot.peaks[:count].tolist(), slot.tokens[:count].tolist()
+        allowed = slot.allowed[:count].tolist() if self.masked else None
+        check_peaks(peaks, allowed)
         return list(tokens)
 
 
