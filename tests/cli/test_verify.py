@@ -199,7 +199,7 @@ def test_a_seeded_fault_exits_with_one_and_names_step_and_layer(folder: Path, mo
     monkeypatch.setitem(VARIANTS, "sim", (NONE, PIECEWISE))
     monkeypatch.setattr(verification, "SCHEDULES", SCHEDULES[:1])
     monkeypatch.setattr("sidestream.cli.verify.SCHEDULES", SCHEDULES[:1])
-    result = invoke(str(folder), "--device", "sim", *SMALL)
+    result = invoke(str(folder), "--device", "sim", *SMALL, "--tokens", "2")
     assert result.exit_code == 1
     assert "PIECEWISE, one shot, alone: prompt 0, step 1: " in result.stdout
     assert "layer 1 (sparse mla, leader) is the first that differs, at step 1" in result.stdout

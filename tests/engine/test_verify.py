@@ -296,6 +296,30 @@ def test_a_fault_of_chunked_prefill_is_named_by_prompt_token_and_layer(
     assert not report.passed
 
 
+def test_a_fault_of_batches_is_named_by_a_rerun_of_the_batch(
+    folder: Path, again: list[ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, decode, shared = ModelRunner.forward, DecoderLayer.__call__, [False]
+
+    def noting(self: ModelRunner, chunks: Sequence[Chunk], token_ids: Sequence[int]) -> torch.Tensor:
+        shared[0] = self in again and len(chunks) > 1 and chunks[-1].is_decode
+        return forward(self, chunks, token_ids)
+
+    def wrong(self: DecoderLayer, state: torch.Tensor, rotation: Any) -> torch.Tensor:
+        out = decode(self, state, rotation)
+        return out * 1.5 if shared[0] and self.kda is not None else out
+
+    monkeypatch.setattr(ModelRunner, "forward", noting)
+    monkeypatch.setattr(DecoderLayer, "__call__", wrong)
+    report = verify(folder, settings("cpu"), Silent())
+    assert report.cell("AGAIN", ALONE).passed
+    found = report.cell("AGAIN", Schedule(Prefill.ONE_SHOT, Batching.BATCHED)).difference
+    assert found is not None
+    assert found.place is not None
+    assert (found.place.step, found.place.layer) == (1, 0)
+    assert "layer 0 (kda) is the first that differs, at step 1" in found.place.text
+
+
 def test_a_hazard_alone_is_enough_to_fail(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wait = Handoff.wait
 

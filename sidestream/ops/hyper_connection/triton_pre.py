@@ -83,7 +83,8 @@ def hyper_connection_pre(
         launch = launch_for(T)
     width = S * H
     steps = triton.cdiv(triton.cdiv(width, launch.depth), launch.shares)
-    compiled = isinstance(_products, triton.JITFunction)
+    compiled = isinstance(_products, triton.JITFunction)  # else interpreted, which has no bf16 products
+    overlap = launch.overlap and compiled
     partials = torch.empty(T, launch.shares, COLUMNS, dtype=torch.float32, device=streams.device)
     _products[(triton.cdiv(T, launch.block), launch.shares)](
         streams,
@@ -96,14 +97,14 @@ def hyper_connection_pre(
         DEPTH=launch.depth,
         STEPS=steps,
         SPLIT=compiled and streams.dtype == torch.bfloat16,
-        OVERLAP=launch.overlap,
+        OVERLAP=overlap,
         num_warps=launch.warps,
     )
     normed = torch.empty(T, H, dtype=streams.dtype, device=streams.device)
     post = torch.empty(T, S, 1, dtype=torch.float32, device=streams.device)
     mix = torch.empty(T, S, S, dtype=torch.float32, device=streams.device)
     iterating = triton.cdiv(T, launch.sinkhorn_rows)
-    overlap = {"launch_pdl": True} if launch.overlap else {}
+    programmatic = {"launch_pdl": True} if overlap else {}
     _finish[(iterating + T,)](
         partials,
         streams,
@@ -121,9 +122,9 @@ def hyper_connection_pre(
         SHARES=launch.shares,
         ROWS=launch.sinkhorn_rows,
         ITERS=iters,
-        OVERLAP=launch.overlap,
+        OVERLAP=overlap,
         num_warps=launch.finish_warps,
-        **overlap,
+        **programmatic,
     )
     return normed, post, mix
 

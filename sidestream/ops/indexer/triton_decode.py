@@ -131,6 +131,38 @@ def takes(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, table: tor
     )
 
 
+def paged_scores(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    *,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    picks: int,
+    kpool: int,
+    tickets: torch.Tensor | None,
+    plan: ScorePlan,
+) -> torch.Tensor:
+    """[R, B * per_block] fp32 scores, without ``scale``.
+
+    Only rows that see more than ``picks`` entries are written, up to the last that they see. ``tickets`` [R] int32 are
+    set to 0 in passing.
+    """
+    rows, heads, dim = q.shape
+    per_block = keys.shape[1]
+    entries = block_table.shape[1] * per_block
+    width = -(-entries // 16) * 16  # so that the compiler sees aligned rows and reads whole vectors
+    scores = torch.empty(rows, width, dtype=torch.float32, device=q.device)
+    _scores_kernel[rows, plan.splits](
+        q, weights, keys, block_table, context_lens, scores, tickets if tickets is not None else context_lens,
+        *q.stride(), *weights.stride(), *keys.stride(), *block_table.stride(), context_lens.stride(0),
+        width, entries, picks, plan.splits, KPOOL=kpool, PER_BLOCK=per_block, HEADS=heads, DIM=dim,
+        BLOCK=plan.block, TICKET=tickets is not None, FP32=INTERPRETED, PDL=plan.pdl, launch_pdl=plan.pdl,
+        num_warps=plan.warps, num_stages=plan.stages,
+    )  # fmt: skip
+    return scores[:, :entries]
+
+
 def select_topk_decode(
     q: torch.Tensor,
     weights: torch.Tensor,
@@ -155,7 +187,7 @@ def select_topk_decode(
             token a row of the block table.
         scoring, selecting: launch parameters other than the usual ones.
     """
-    rows, heads, dim = q.shape
+    rows = q.shape[0]
     assert topk % kpool == 0, f"top-k of {topk} tokens is no whole number of pools of {kpool}"
     assert scale > 0, f"scale {scale} would change the order of scores"
     assert out.shape == (rows, topk + kpool - 1), f"top-k rows of {tuple(out.shape)}, need {(rows, topk + kpool - 1)}"
@@ -166,21 +198,22 @@ def select_topk_decode(
     entries = block_table.shape[1] * per_block
     selecting = selecting if selecting is not None else select_plan(entries, picks, ticket=True)
     assert selecting is not None, f"{picks} of {entries} entries fit no program"
-    scored = entries > picks
-    width = -(-entries // 16) * 16 if scored else 16  # so that the compiler sees aligned rows and reads whole vectors
-    scores = torch.empty(rows, width, dtype=torch.float32, device=q.device)
-    tickets = torch.empty(rows, dtype=torch.int32, device=q.device) if selecting.ticket and scored else None
-    if scored:
-        plan = scoring if scoring is not None else score_plan(rows, entries)
-        _scores_kernel[rows, plan.splits](
-            q, weights, keys, block_table, context_lens, scores, tickets if tickets is not None else context_lens,
-            *q.stride(), *weights.stride(), *keys.stride(), *block_table.stride(), context_lens.stride(0),
-            width, entries, picks, plan.splits, KPOOL=kpool, PER_BLOCK=per_block, HEADS=heads, DIM=dim,
-            BLOCK=plan.block, TICKET=tickets is not None, FP32=INTERPRETED, PDL=plan.pdl, launch_pdl=plan.pdl,
-            num_warps=plan.warps, num_stages=plan.stages,
-        )  # fmt: skip
+    scores, tickets = torch.empty(rows, entries, dtype=torch.float32, device=q.device), None
+    if entries > picks:
+        tickets = torch.empty(rows, dtype=torch.int32, device=q.device) if selecting.ticket else None
+        scores = paged_scores(
+            q,
+            weights,
+            keys,
+            block_table=block_table,
+            context_lens=context_lens,
+            picks=picks,
+            kpool=kpool,
+            tickets=tickets,
+            plan=scoring if scoring is not None else score_plan(rows, entries),
+        )
     select_rows(
-        scores[:, :entries] if scored else scores,
+        scores,
         context_lens,
         out,
         picks=picks,

@@ -71,7 +71,7 @@ def experts(
         hidden,
         *where,
         x.stride(0),
-        swiglu_limit or 0.0,
+        float(swiglu_limit or 0.0),
         TOP_K=top_k,
         H=H,
         INNER=inner,

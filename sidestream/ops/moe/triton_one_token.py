@@ -40,7 +40,7 @@ def experts(
         hidden,
         num_experts,
         x.stride(1),
-        swiglu_limit or 0.0,
+        float(swiglu_limit or 0.0),
         TOP_K=top_k,
         H=H,
         INNER=inner,
@@ -76,7 +76,7 @@ def _expert_of(slot: tl.tensor, ids: tl.tensor, num_experts: int, TOP_K: tl.cons
     return tl.where(slot < TOP_K, chosen, num_experts + slot - TOP_K)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_experts"])  # type: ignore[untyped-decorator]
 def _gate_up_one(
     x: tl.tensor,
     w13: tl.tensor,
@@ -108,7 +108,7 @@ def _gate_up_one(
     tl.store(hidden + slot * INNER + column, value.to(hidden.dtype.element_ty))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_experts"])  # type: ignore[untyped-decorator]
 def _down_one(
     hidden: tl.tensor,
     w2: tl.tensor,

@@ -67,7 +67,7 @@ def route(
         E,
         size,
         num_groups,
-        scale,
+        float(scale),
         SPLITS=parts.shape[0],
         TOP_K=top_k,
         KEPT=topk_groups,

@@ -17,7 +17,14 @@ def swiglu(gate_up: torch.Tensor, *, limit: float | None) -> torch.Tensor:
     out = torch.empty(T, inner, dtype=gate_up.dtype, device=gate_up.device)
     block = min(BLOCK, triton.next_power_of_2(inner))
     _swiglu[(T, triton.cdiv(inner, block))](
-        gate_up, out, inner, gate_up.stride(0), gate_up.stride(1), limit or 0.0, LIMITED=limit is not None, BLOCK=block
+        gate_up,
+        out,
+        inner,
+        gate_up.stride(0),
+        gate_up.stride(1),
+        float(limit or 0.0),
+        LIMITED=limit is not None,
+        BLOCK=block,
     )
     return out
 

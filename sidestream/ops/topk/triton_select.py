@@ -59,7 +59,8 @@ def select_plan(entries: int, picks: int, *, ticket: bool) -> SelectPlan | None:
     for chunk in (8192, 16384, 32768) if picks <= 1024 else (16384, 32768):
         chunks = triton.cdiv(entries, chunk)
         if chunks == 1:
-            return SelectPlan(chunk, small, 1, 0, _warps(chunk), 0, ticket=False)
+            block = triton.next_power_of_2(entries)
+            return SelectPlan(block, small, 1, 0, _warps(block), 0, ticket=False)
         merge = max(triton.next_power_of_2(chunks * min(picks, chunk)), 64)
         if merge <= MAX_BLOCK and picks < chunk:
             warps = max(_warps(chunk), _warps(merge)) if ticket else _warps(chunk)
@@ -204,6 +205,7 @@ def _select_kernel(
                 before = tl.atomic_add(tickets + row, 1, sem="acq_rel", scope="gpu")
                 tl.debug_barrier()
                 if before == (valid - 1) // CHUNK:
+                    tl.store(tickets + row, 0)
                     _merge(held_keys, held_entries, row, valid, picks, held, to, KPOOL, PER_BLOCK, CHUNK, MERGE, MAP)
 
 
@@ -255,7 +257,7 @@ def select_rows(
         lens: [T] int64 tokens a row sees; at token granularity at most N count.
         out: [T, picks * kpool + kpool - 1] int32, all written.
         per_block: entries a block; matters with ``physical`` only.
-        tickets: [T] int32, zero, for a plan with ``ticket``; without them a second launch merges.
+        tickets: [T] int32, zero before and after, for a plan with ``ticket``; without them a second launch merges.
     """
     rows = scores.shape[0]
     if rows == 0 or out.shape[1] == 0:

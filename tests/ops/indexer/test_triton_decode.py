@@ -108,8 +108,9 @@ def test_physical_rows_from_the_same_launch(kpool: int, plan: SelectPlan) -> Non
     assert torch.equal(counts, want_counts)
 
 
-def test_tables_too_small_for_more_than_is_taken() -> None:
-    call = Call([16, 1, 2, 0, 13], kpool=4, topk=16)
+@pytest.mark.parametrize("kpool", [1, 4])
+def test_tables_too_small_for_more_than_is_taken(kpool: int) -> None:
+    call = Call([16, 1, 2, 0, 13], kpool=kpool, topk=16)
     out, physical, counts = call.run(mapped=True)
     assert torch.equal(out, call.truth())
     assert counts.tolist() == [16, 1, 2, 0, 13]

@@ -45,7 +45,7 @@ def decode_step_case(
         "plan": plan_ring(starts, [1] * rows, slots, window=WINDOW, ring_length=length),
         "expand": torch.randn(2, width, dim).div(dim**0.5).to(dtype),
         "dt_bias": torch.randn(width),
-        "A_log": torch.randn(heads),
+        "A_log": torch.rand(heads) * 1.5 - 1,  # a steep gate would magnify how its input rounds
         "lower_bound": -5.0 if bounded else None,
         "norm_weight": (torch.rand(dim) + 0.5).to(dtype),
         "norm_eps": 1e-5,

@@ -1,0 +1,183 @@
+"""Time hyper-connections (and an RMS norm) on a GPU: every launch against the formula first, then graphs of 20 calls.
+
+    python benchmarks/kernels/bench_hyper_connection.py [results.json]
+
+The shape is GLM-5.3-Flash's: 4 streams of 4,096, bf16, 20 Sinkhorn iterations. Floor of collapse and expand: streams
+read twice and written once, input and output once each, 112 KB a row, and ``fn`` once, at 4.28 TB/s. Expected of both
+together: 5.0 us at batch 1, 6.0 at 8, 6.5 at 64; 290 at 8,192 rows.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sidestream.ops.hyper_connection import reference, torch_impl
+from sidestream.ops.hyper_connection import triton_post as post_kernel
+from sidestream.ops.hyper_connection import triton_pre as pre_kernel
+from sidestream.ops.hyper_connection.triton_pre import Launch
+from sidestream.ops.norm import triton_norms
+
+STREAMS, HIDDEN = 4, 4096
+SETTINGS: dict[str, Any] = {"norm_eps": 1e-5, "eps": 1e-6, "iters": 20}
+BYTES_PER_S = 4.28e12
+BARS = {1: 5.0, 64: 8.0}
+"""Microseconds of collapse and expand together."""
+CALLS, REPLAYS, BUDGET_S = 20, 25, 52.0
+L2_BYTES = 100e6
+WORST = {"input": 0.01, "post": 1e-5, "mix": 1e-5, "streams": 0.01}
+"""Relative error in norm: bf16 results, and fp32 ones behind products of 16,384 terms."""
+
+PRODUCTS = {
+    1: [
+        (16, s, d, w)
+        for s, d, w in ((64, 128, 4), (64, 256, 4), (128, 128, 4), (32, 128, 4), (128, 64, 4), (64, 64, 4))
+    ],
+    8: [(16, s, d, w) for s, d, w in ((64, 128, 4), (128, 128, 4), (32, 128, 4))],
+    64: [(b, s, d, 4) for b, s, d in ((16, 32, 128), (16, 64, 128), (32, 64, 128), (64, 64, 64), (16, 16, 128))],
+    8192: [(b, s, d, w) for b, s, d, w in ((64, 4, 64, 4), (64, 2, 64, 4), (128, 4, 64, 8), (64, 4, 128, 8))],
+}
+"""By rows: (block, shares, depth, warps)."""
+FINISHES = [(8, 1, False), (8, 1, True), (4, 1, True), (16, 1, True), (4, 1, False)]
+"""(warps, Sinkhorn rows, overlap), with the best products."""
+MANY_FINISHES = [(8, 64, False), (4, 64, False), (8, 128, False), (4, 32, False)]
+EXPANDS = [(512, 4), (1024, 4), (256, 2), (512, 2), (2048, 8), (4096, 8)]
+
+
+def arguments(rows: int, seed: int) -> dict[str, Any]:
+    gen = torch.Generator(device="cuda").manual_seed(seed)
+    rounds = (2 + STREAMS) * STREAMS
+    return {
+        "streams": torch.randn(rows, STREAMS, HIDDEN, device="cuda", generator=gen).bfloat16(),
+        "fn": torch.randn(rounds, STREAMS * HIDDEN, device="cuda", generator=gen) / (STREAMS * HIDDEN) ** 0.5,
+        "base": torch.randn(rounds, device="cuda", generator=gen),
+        "norm_weight": torch.rand(2, HIDDEN, device="cuda", generator=gen).bfloat16() + 0.5,
+    }
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    difference = (got.double() - want.double()).norm() / want.double().norm()
+    return float(difference.nan_to_num(float("inf")))
+
+
+def check(made: dict[str, Any], want: tuple[torch.Tensor, ...], launch: Launch) -> None:
+    got = pre_kernel.hyper_connection_pre(**made, **SETTINGS, launch=launch)
+    for name, a, b in zip(("input", "post", "mix"), got, want, strict=True):
+        assert error(a, b) < WORST[name], (name, error(a, b), launch)
+
+
+def timed(call: Callable[[dict[str, Any]], object], sets: list[dict[str, Any]]) -> float:
+    """Median microseconds a call, in replays of a graph of ``CALLS`` over the sets in turn."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call(sets[0])
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(CALLS):
+                call(sets[i % len(sets)])
+        graph.replay()
+        spans = []
+        for _ in range(REPLAYS):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            spans.append(begin.elapsed_time(end) * 1e3 / CALLS)
+    return statistics.median(spans)
+
+
+def best(times: dict[Any, float]) -> Any:
+    return min(times, key=lambda launch: times[launch])
+
+
+def collapse_times(rows: int, sets: list[dict[str, Any]], deadline: float) -> dict[Launch, float]:
+    """Products with one finish, then finishes with the best products; each checked before it is timed."""
+    finishes = FINISHES if rows <= 512 else MANY_FINISHES
+    want = reference.hyper_connection_pre(**sets[0], **SETTINGS)
+    times: dict[Launch, float] = {}
+
+    def add(products: tuple[int, int, int, int], finish: tuple[int, int, bool]) -> None:
+        launch = Launch(*products, *finish)
+        if time.monotonic() < deadline and launch not in times:
+            check(sets[0], want, launch)
+            call = lambda made: pre_kernel.hyper_connection_pre(**made, **SETTINGS, launch=launch)  # noqa: E731
+            times[launch] = timed(call, sets)
+
+    for products in PRODUCTS[rows]:
+        add(products, finishes[0])
+    chosen = best(times)
+    for finish in finishes[1:]:
+        add((chosen.block, chosen.shares, chosen.depth, chosen.warps), finish)
+    return times
+
+
+def expand_times(rows: int, sets: list[dict[str, Any]]) -> dict[tuple[int, int], float]:
+    made = sets[0]
+    normed, post, mix = reference.hyper_connection_pre(**made, **SETTINGS)
+    want = reference.hyper_connection_post(made["streams"], normed, post, mix=mix)
+    times = {}
+    for launch in EXPANDS:
+        call = lambda made, launch=launch: post_kernel.hyper_connection_post(  # noqa: E731
+            made["streams"], normed, post, mix=mix, launch=launch
+        )
+        assert error(call(made), want) < WORST["streams"], launch
+        times[launch] = timed(call, sets)
+    return times
+
+
+def both(made: dict[str, Any], launch: Launch | None, expand: tuple[int, int] | None) -> torch.Tensor:
+    normed, post, mix = pre_kernel.hyper_connection_pre(**made, **SETTINGS, launch=launch)
+    return post_kernel.hyper_connection_post(made["streams"], normed, post, mix=mix, launch=expand)
+
+
+def both_in_torch(made: dict[str, Any]) -> torch.Tensor:
+    normed, post, mix = torch_impl.hyper_connection_pre(**made, **SETTINGS)
+    return torch_impl.hyper_connection_post(made["streams"], normed, post, mix=mix)
+
+
+def main() -> None:
+    began = time.monotonic()
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "shapes": {}}
+    for rows in PRODUCTS:
+        row_bytes = STREAMS * HIDDEN * 2
+        floor = (rows * (3 * row_bytes + 4 * HIDDEN) + 24 * STREAMS * HIDDEN * 4) / BYTES_PER_S * 1e6
+        count = min(CALLS, max(2, int(L2_BYTES // (rows * row_bytes + 1.6e6)) + 1))
+        sets = [arguments(rows, seed=i) for i in range(count)]
+        collapses, expands = collapse_times(rows, sets, began + BUDGET_S), expand_times(rows, sets)
+        together = {
+            "best launches": timed(lambda made: both(made, best(collapses), best(expands)), sets),  # noqa: B023
+            "launch_for": timed(lambda made: both(made, None, None), sets),
+        }
+        x, weight = sets[0]["streams"][:, 0].contiguous(), sets[0]["norm_weight"][0]
+        together["rms_norm alone"] = timed(lambda _: triton_norms.rms_norm(x, weight, 1e-5), sets)  # noqa: B023
+        if rows <= 64:
+            together["torch"] = timed(both_in_torch, sets)
+        results["shapes"][rows] = {
+            "floor_us": floor,
+            "bar_us": BARS.get(rows),
+            "collapse_us": {str(launch): value for launch, value in collapses.items()},
+            "expand_us": {str(launch): value for launch, value in expands.items()},
+            "together_us": together,
+        }
+        print(f"\n{rows} rows: floor {floor:.1f} us, bar {BARS.get(rows, '-')} us")
+        print("  together: " + ", ".join(f"{name} {value:.2f} us" for name, value in together.items()))
+        for title, times in (("collapse", collapses), ("expand", expands)):
+            for launch, value in sorted(times.items(), key=lambda item: item[1])[:4]:
+                print(f"  {title:8s} {value:8.2f} us  {launch}")
+        del sets
+    print(f"\n{time.monotonic() - began:.0f} s")
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,404 @@
+"""Indexer of a decode step on a GPU: each stage and the whole, checked, timed in graphs, beside floor, guess and bar.
+
+    python benchmarks/kernels/bench_indexer.py [OUT.json] [--only glm5]
+
+A time is the median over replays of a graph of 20 calls or more, which take turns over so many sets of pages that the
+L2 cache holds none of them when its turn comes, divided by the calls. Checks use small integers, whose scores are exact
+in bf16 products, so the selection must equal the torch implementation's in every entry.
+
+Floor: keys (256 B an entry) and scores touched once over 4.28 TB/s. A launch in a graph costs 1.5 to 2 us beyond that,
+a selection some 12 rounds of counting. Expected, in us:
+
+| shape | keys | scores | select | map | whole |
+| --- | --- | --- | --- | --- | --- |
+| glm5 1 x 8k | 2 | 3 | 4 | 2 | 10.5 |
+| glm5 64 x 8k | 2 | 11 | 5 | 2.5 | 20 |
+| glm5 1 x 8k in a table for 256k | 2 | 3.5 | 4.5 | 2 | 11.5 |
+| glm5 1 x 256k | 2 | 5 | 12 | 2 | 20 |
+| v32 1 x 8k | 2 | 3.5 | 6 | 2 | 13 |
+| v32 64 x 8k | 2 | 38 | 10 | 2.5 | 52 |
+| top 2,048 of 4 x 131,072 | | | 19 | | |
+| top 512 of 64 x 32,768 | | | 13 | | |
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from sidestream.core.ring import plan_ring
+from sidestream.ops.index_map import torch_impl as map_torch
+from sidestream.ops.index_map.triton_map import DEFAULT_PLAN, MapPlan, logical_to_physical
+from sidestream.ops.indexer import decode, keys
+from sidestream.ops.indexer.triton_decode import ScorePlan, paged_scores, score_plan, select_topk_decode
+from sidestream.ops.indexer.triton_keys import POOLS_PLAN, KeysPlan, write_keys, write_pools
+from sidestream.ops.topk import torch_impl as topk_torch
+from sidestream.ops.topk.triton_select import PhysicalRows, SelectPlan, select_plan, select_rows, topk_ascending
+
+BYTES_PER_US = 4.28e6
+L2_BYTES = 80e6
+"""Pages that are touched between two calls on the same ones: the cache holds 50 MB."""
+CALLS, MOST_CALLS, REPLAYS = 20, 192, 15
+BUDGET_S = 52.0
+DIM, BLOCK = 128, 64
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``table`` tokens is what the block table has room for."""
+
+    name: str
+    rows: int
+    tokens: int
+    table: int
+    heads: int
+    kpool: int
+    topk: int = 2048
+    bar: float | None = None
+
+    @property
+    def entries(self) -> int:
+        return self.tokens // self.kpool
+
+    @property
+    def per_block(self) -> int:
+        return BLOCK // self.kpool
+
+    @property
+    def copies(self) -> int:
+        bytes_a_call = self.rows * self.entries * 2 * DIM
+        return min(MOST_CALLS, max(2, int(L2_BYTES / bytes_a_call) + 1))
+
+
+SHAPES = (
+    Shape("glm5 1 x 8k", 1, 8191, 8192, 32, 4, bar=12.0),
+    Shape("glm5 64 x 8k", 64, 8191, 8192, 32, 4, bar=25.0),
+    Shape("glm5 1 x 8k of 256k", 1, 8191, 262144, 32, 4),
+    Shape("glm5 1 x 256k", 1, 262143, 262144, 32, 4),
+    Shape("v32 1 x 8k", 1, 8192, 8192, 64, 1),
+    Shape("v32 64 x 8k", 64, 8192, 8192, 64, 1),
+)
+TOPK_SHAPES = ((4, 131072, 2048, 25.0), (64, 32768, 512, 30.0), (1, 2048, 512, None), (64, 2048, 512, None))
+
+
+class Step:
+    """Inputs of ``copies`` decode steps over one pool of pages, with keys in every entry that is seen."""
+
+    def __init__(self, shape: Shape, *, copies: int, exact: bool, ragged: bool = False) -> None:
+        self.shape, rows, used = shape, shape.rows, -(-shape.tokens // BLOCK)
+        gen = torch.Generator(device="cuda").manual_seed(0)
+
+        def draw(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            named: dict[str, Any] = {"device": "cuda", "generator": gen}
+            return (torch.randint(-2, 3, size, **named) if exact else torch.randn(size, **named)).to(dtype)
+
+        blocks = 1 + copies * rows * used
+        self.keys = draw(blocks, shape.per_block, DIM)
+        pages = torch.randperm(blocks - 1, device="cuda", generator=gen) + 1
+        self.tables = torch.zeros(copies, rows, shape.table // BLOCK, dtype=torch.int64, device="cuda")
+        self.tables[:, :, :used] = pages.view(copies, rows, used)
+        self.q, self.weights = (
+            draw(copies, rows, shape.heads, DIM),
+            draw(copies, rows, shape.heads, dtype=torch.float32),
+        )
+        self.k, self.gate, self.ape = (
+            draw(copies, rows, DIM),
+            draw(copies, rows, DIM),
+            draw(4, DIM, dtype=torch.float32),
+        )
+        lens = torch.full((rows,), shape.tokens)
+        if ragged:
+            special = torch.tensor([0, 1, 2047, 2048, 2051, 2052, 2053, shape.tokens - 1])
+            lens[1:] = special.repeat(rows // 8 + 1)[: rows - 1]
+        self.lens = lens.cuda()
+        self.tail = draw((rows + 1) * 3, 2 * DIM)
+        positions = (lens - 1).clamp_min(0).tolist()
+        plan = plan_ring(positions, [1] * rows, list(range(1, rows + 1)), window=4, ring_length=3)
+        self.plan = plan.moved([tensor.cuda() for tensor in plan.tensors])
+        self.own_rows = torch.arange(rows, device="cuda")
+        usual = select_plan(shape.table // shape.kpool, shape.topk // shape.kpool, ticket=True)
+        assert usual is not None
+        self.tickets = torch.zeros(rows, dtype=torch.int32, device="cuda") if usual.ticket else None
+        # As if each row completed a pool in its first page.
+        self.places = [self.tables[i, :, 0] * shape.per_block for i in range(copies)]
+        width = shape.topk + shape.kpool - 1
+        self.out = torch.full((rows, width), 0x7F7F, dtype=torch.int32, device="cuda")
+        self.rows = torch.full((rows, width), 0x7F7F, dtype=torch.int64, device="cuda")
+        self.counts = torch.full((rows,), 0x7F7F, dtype=torch.int32, device="cuda")
+
+    def write(self, i: int, launch: KeysPlan) -> None:
+        flat = self.keys.view(-1, DIM)
+        if self.shape.kpool == 1:
+            write_keys(flat, self.places[i], self.k[i], launch=launch)
+        else:
+            shared: dict[str, Any] = {"tail": self.tail, "plan": self.plan, "entries": self.places[i], "launch": launch}
+            write_pools(self.k[i], self.gate[i], self.ape, keys_flat=flat, **shared)
+
+    def score(self, i: int, plan: ScorePlan) -> torch.Tensor:
+        shape = self.shape
+        named: dict[str, Any] = {"block_table": self.tables[i], "context_lens": self.lens, "kpool": shape.kpool}
+        named |= {"picks": shape.topk // shape.kpool, "tickets": self.tickets, "plan": plan}
+        return paged_scores(self.q[i], self.weights[i], self.keys, **named)
+
+    def arguments(self, i: int) -> dict[str, Any]:
+        shape = self.shape
+        named = {"block_table": self.tables[i], "context_lens": self.lens, "topk": shape.topk, "kpool": shape.kpool}
+        return named | {"scale": DIM**-0.5, "out": self.out}
+
+    def select(self, i: int, *, fused: bool, scoring: ScorePlan, selecting: SelectPlan) -> None:
+        physical = PhysicalRows(self.tables[i], self.rows, self.counts) if fused else None
+        plans: dict[str, Any] = {"scoring": scoring, "selecting": selecting, "physical": physical}
+        select_topk_decode(self.q[i], self.weights[i], self.keys, **self.arguments(i), **plans)
+
+    def map(self, i: int, plan: MapPlan) -> None:
+        named = {"token_rows": self.own_rows, "out": self.rows, "counts": self.counts}
+        logical_to_physical(self.out, self.tables[i], block_size=BLOCK, plan=plan, **named)
+
+
+def timed(call: Callable[[int], object], copies: int) -> float:
+    """Median microseconds a call, in replays of a graph whose calls go over the copies in turn."""
+    calls = max(CALLS, copies)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call(0)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(calls):
+                call(i % copies)
+        graph.replay()
+        spans = []
+        for _ in range(REPLAYS):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            spans.append(begin.elapsed_time(end) * 1e3 / calls)
+    return statistics.median(spans)
+
+
+def best_of(variants: Iterable[Any], run: Callable[[Any], float], *, until: float) -> list[tuple[float, Any]]:
+    """(us, variant), best first; those that do not compile or fit are left out, and the rest once time is up."""
+    found = []
+    for variant in variants:
+        if found and time.monotonic() > until:
+            break
+        try:
+            found.append((run(variant), variant))
+        except Exception as error:  # noqa: BLE001  # a variant that needs too much shared memory is no result
+            print(f"  {variant}: {type(error).__name__}")
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def score_variants(rows: int, entries: int) -> list[ScorePlan]:
+    """The table's choice first."""
+    made = [score_plan(rows, entries)]
+    tiles = [(block, load, 4, 3) for block, load in product((32, 64, 128), (2, 4, 8))]
+    for block, load, warps, stages in [*tiles, (64, 4, 4, 2), (64, 4, 8, 3)]:
+        splits = max(1, min(-(-entries // block), -(-load * 132 // rows)))
+        made.append(ScorePlan(block, splits, warps, stages))
+    return list(dict.fromkeys(made))
+
+
+def select_variants(entries: int, picks: int, *, ticket: bool) -> list[SelectPlan]:
+    """The table's choice first."""
+    usual = select_plan(entries, picks, ticket=ticket)
+    assert usual is not None
+    made = [usual] + [replace(usual, warps=warps) for warps in (4, 8, 16, 32) if 2 <= usual.chunk // 32 // warps <= 32]
+    if usual.chunks > 1:
+        made.insert(1, replace(usual, ticket=not ticket))
+        for chunk in (4096, 8192, 16384, 32768):
+            chunks = -(-entries // chunk)
+            merge = 1 << (chunks * picks - 1).bit_length()
+            if picks < chunk and chunks > 1 and merge <= 32768:
+                warps, merge_warps = (min(max(block // 512, 8), 32) for block in (chunk, merge))
+                warps = max(warps, merge_warps) if ticket else warps
+                made.append(
+                    replace(usual, chunk=chunk, chunks=chunks, merge=merge, warps=warps, merge_warps=merge_warps)
+                )
+    return list(dict.fromkeys(made))
+
+
+def check_shape(shape: Shape) -> None:
+    """Every variant, with the map behind and in the top-k, against the torch operators, on ragged lengths."""
+    step = Step(shape, copies=1, exact=True, ragged=True)
+    decode.select_topk_decode(step.q[0], step.weights[0], step.keys, **step.arguments(0))
+    want, want_rows, want_counts = step.out.clone(), torch.empty_like(step.rows), torch.empty_like(step.counts)
+    named: dict[str, Any] = {"token_rows": step.own_rows, "block_size": BLOCK, "out": want_rows, "counts": want_counts}
+    map_torch.logical_to_physical(want, step.tables[0], **named)
+    entries, picks = shape.table // shape.kpool, shape.topk // shape.kpool
+    scorings, selectings = score_variants(shape.rows, entries), select_variants(entries, picks, ticket=True)
+    pairs = [(scoring, selectings[0], False) for scoring in scorings]
+    pairs += [(scorings[0], selecting, False) for selecting in selectings]
+    pairs += [(scorings[0], selectings[0], True), (scorings[0], replace(selectings[0], ticket=False), True)]
+    pairs += [(replace(scorings[0], pdl=True), replace(selectings[0], pdl=True), fused) for fused in (False, True)]
+    for scoring, selecting, fused in pairs:
+        for tensor in (step.out, step.rows, step.counts):
+            tensor.fill_(0x7F7F)
+        try:
+            step.select(0, fused=fused, scoring=scoring, selecting=selecting)
+        except triton.runtime.errors.OutOfResources:
+            continue
+        if not fused:
+            step.map(0, replace(DEFAULT_PLAN, pdl=selecting.pdl))
+        assert torch.equal(step.out, want), f"{shape.name}: selection of {scoring} {selecting}"
+        assert torch.equal(step.rows, want_rows), f"{shape.name}: rows of {selecting}, fused {fused}"
+        assert torch.equal(step.counts, want_counts), f"{shape.name}: counts of {selecting}, fused {fused}"
+    if shape.kpool > 1:
+        tail, pool = step.tail.clone(), step.keys.clone()
+        shared: dict[str, Any] = {"tail": tail, "plan": step.plan, "keys_flat": pool.view(-1, DIM)}
+        keys.write_pools(step.k[0], step.gate[0], step.ape, entries=step.places[0], **shared)
+        step.write(0, POOLS_PLAN)
+        pooled = step.places[0][step.lens >= 4]  # others have no whole pool
+        got, kept = (t.view(-1, DIM)[pooled].float() for t in (step.keys, pool))
+        torch.testing.assert_close(got, kept, rtol=2**-7, atol=2e-6)
+        assert torch.equal(step.tail[3:], tail[3:]), f"{shape.name}: tail"
+
+
+def measure_shape(shape: Shape, until: float) -> dict[str, Any]:
+    """Each stage's sweep, then the whole: map behind, in the top-k, none (as if hidden on a side stream), with PDL."""
+    rows, entries, picks = shape.rows, shape.table // shape.kpool, shape.topk // shape.kpool
+    scorings, selectings = score_variants(rows, entries), select_variants(entries, picks, ticket=True)
+    step, copies = Step(shape, copies=shape.copies, exact=False), shape.copies
+    scored = [step.score(i, scorings[0]) for i in range(min(copies, 4))]
+    tickets = torch.zeros(rows, dtype=torch.int32, device="cuda")
+
+    def pick(i: int, plan: SelectPlan) -> None:
+        scores = scored[i % len(scored)]
+        shared: dict[str, Any] = {"picks": picks, "kpool": shape.kpool, "per_block": shape.per_block}
+        select_rows(scores, step.lens, step.out, plan=plan, tickets=tickets, **shared)
+
+    sweeps: dict[str, list[tuple[float, Any]]] = {}
+    writers = [KeysPlan(warps) for warps in (1, 2, 4)]
+    maps = [MapPlan(block, warps) for block, warps in ((512, 4), (256, 2), (1024, 4), (256, 4), (128, 1))]
+    sweeps["keys"] = best_of(writers, lambda v: timed(lambda i: step.write(i, v), copies), until=until)
+    sweeps["map"] = best_of(maps, lambda v: timed(lambda i: step.map(i, v), copies), until=until)
+    sweeps["select"] = best_of(selectings, lambda v: timed(lambda i: pick(i, v), copies), until=until)
+    sweeps["scores"] = best_of(scorings, lambda v: timed(lambda i: step.score(i, v), copies), until=until)
+
+    table = {"keys": POOLS_PLAN, "scores": scorings[0], "select": selectings[0], "map": DEFAULT_PLAN}
+    best = {name: sweep[0][1] for name, sweep in sweeps.items()}
+
+    def whole(i: int, plans: dict[str, Any], *, fused: bool, mapped: bool, pdl: bool) -> None:
+        chosen: dict[str, Any] = {name: replace(plan, pdl=pdl) for name, plan in plans.items()}
+        step.write(i, chosen["keys"])
+        step.select(i, fused=fused, scoring=chosen["scores"], selecting=chosen["select"])
+        if mapped:
+            step.map(i, chosen["map"])
+
+    totals = {}
+    for name, (plans, fused, mapped, pdl) in {
+        "table": (table, False, True, False),
+        "table fused": (table, True, False, False),
+        "table pdl": (table, False, True, True),
+        "table pdl fused": (table, True, False, True),
+        "best": (best, False, True, False),
+        "best without map": (best, False, False, False),
+    }.items():
+        flags: dict[str, Any] = {"plans": plans, "fused": fused, "mapped": mapped, "pdl": pdl}
+        totals[name] = timed(partial(whole, **flags), copies)
+    floor = rows * shape.entries * (2 * DIM + 8) / BYTES_PER_US
+    return {"shape": shape.name, "bar": shape.bar, "floor": floor, "whole": totals, "sweeps": sweeps}
+
+
+def check_topk(rows: int, size: int, k: int) -> None:
+    """Every variant on scores without ties, with many and with NaN, and all equal."""
+    out = torch.empty(rows, k, dtype=torch.int32, device="cuda")
+    tickets = torch.zeros(rows, dtype=torch.int32, device="cuda")
+    scores, valid = torch.randn(rows, size, device="cuda"), torch.full((rows,), size, device="cuda")
+    rough = scores.round(decimals=1)
+    rough[:, ::7] = torch.nan
+    for data, lens in product((scores, rough, torch.zeros_like(rough)), (valid, valid - 5)):
+        want = topk_torch.topk_ascending(data, lens, k)
+        assert torch.equal(topk_ascending(data, lens, k), want), f"top {k} of {rows} x {size}"
+        for plan in select_variants(size, k, ticket=False):
+            select_rows(data, lens, out, picks=k, kpool=1, per_block=1, plan=plan, tickets=tickets)
+            assert torch.equal(out, want), f"top {k} of {rows} x {size} by {plan}"
+
+
+def measure_topk(rows: int, size: int, k: int, bar: float | None, until: float) -> dict[str, Any]:
+    copies = min(MOST_CALLS, max(2, int(L2_BYTES / (rows * size * 4)) + 1))
+    scores, valid = torch.randn(copies, rows, size, device="cuda"), torch.full((rows,), size, device="cuda")
+    out = torch.empty(rows, k, dtype=torch.int32, device="cuda")
+    tickets = torch.zeros(rows, dtype=torch.int32, device="cuda")
+
+    def pick(i: int, plan: SelectPlan) -> None:
+        select_rows(scores[i], valid, out, picks=k, kpool=1, per_block=1, plan=plan, tickets=tickets)
+
+    variants = select_variants(size, k, ticket=False)
+    sweep = best_of(variants, lambda v: timed(lambda i: pick(i, v), copies), until=until)
+    whole = {"table": timed(lambda i: topk_ascending(scores[i], valid, k), copies), "best": sweep[0][0]}
+    floor = rows * size * 4 / BYTES_PER_US
+    return {
+        "shape": f"top {k} of {rows} x {size}",
+        "bar": bar,
+        "floor": floor,
+        "whole": whole,
+        "sweeps": {"select": sweep},
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    bar = f"bar {result['bar'] or 0:.0f}"
+    whole = ", ".join(f"{name} {us:.1f}" for name, us in result["whole"].items())
+    print(f"{result['shape']}: floor {result['floor']:.2f}, {bar}, whole: {whole}")
+    for name, sweep in result["sweeps"].items():
+        for us, plan in sweep[:3]:
+            print(f"    {name:7} {us:6.2f}  {plan}")
+
+
+def check(name: str) -> str:
+    """What is wrong, if anything; in a process of its own, so that all shapes' kernels are compiled side by side."""
+    try:
+        for shape in SHAPES:
+            if shape.name == name:
+                check_shape(shape)
+        for rows, size, k, _ in TOPK_SHAPES:
+            if name == f"top {k} of {rows} x {size}":
+                check_topk(rows, size, k)
+    except Exception as error:  # noqa: BLE001  # timings of the other shapes are wanted all the same
+        return f"{name}: {type(error).__name__}: {error}"
+    return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?", type=Path)
+    parser.add_argument("--only", default="", help="part of a shape's name")
+    arguments = parser.parse_args()
+    begin = time.monotonic()
+    measures: dict[str, Callable[[float], dict[str, Any]]] = {s.name: partial(measure_shape, s) for s in SHAPES}
+    measures |= {f"top {a[2]} of {a[0]} x {a[1]}": partial(measure_topk, *a) for a in TOPK_SHAPES}
+    names = [name for name in measures if arguments.only in name]
+    with ProcessPoolExecutor(max_workers=len(names), mp_context=get_context("spawn")) as pool:
+        wrong = [found for found in pool.map(check, names) if found]
+    checked = time.monotonic()
+    print(f"checked in {checked - begin:.0f} s", flush=True)
+    share = max(begin + BUDGET_S - checked, 20.0) / len(names)
+    results = [measures[name](checked + share * (number + 1)) for number, name in enumerate(names)]
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {time.monotonic() - begin:.0f} s; microseconds")
+    for result in results:
+        show(result)
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps({"wrong": wrong, "results": results}, indent=1, default=str))
+    if wrong:
+        sys.exit("WRONG\n" + "\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()

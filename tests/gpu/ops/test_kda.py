@@ -1,0 +1,143 @@
+"""KDA kernels on a GPU at the sizes of real models: right, poisoned, repeated, captured, in large pools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sidestream.core.ring import plan_ring
+from sidestream.ops.kda import decode_step, gate, recurrent, reference, short_conv, torch_impl
+from tests.ops.kda.decode_step_case import decode_step_case, owned
+from tests.ops.operator_case import call, map_tensors, overwrite
+from tests.tolerances import BF16_OUTPUT, BF16_STEPS, FP32_GEMM, FP32_RECURRENCE
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+HEADS, DIM = 64, 128
+
+
+def to_gpu(arguments: dict[str, Any]) -> dict[str, Any]:
+    return map_tensors(arguments, lambda tensor: tensor.to("cuda", copy=True))
+
+
+def step(arguments: dict[str, Any]) -> torch.Tensor:
+    return call(decode_step, arguments)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "heads", "dim"), [(1, HEADS, DIM), (6, HEADS, DIM), (9, 8, DIM), (5, 3, 32)])
+def test_decode_step_equals_the_formula(rows: int, heads: int, dim: int, dtype: torch.dtype) -> None:
+    """Few rows expand the low-rank products themselves, more do not; fresh, continuing and padding rows."""
+    padding = min(2, rows - 1)
+    for versions, rollback, bounded in ((1, 0, True), (3, 2, False)):
+        choice = {"padding": padding, "versions": versions, "rollback": rollback, "bounded": bounded}
+        case = decode_step_case(rows, heads, dim, dtype=dtype, **choice)
+        mine = to_gpu(case)
+        got = step(mine).cpu()
+        want = reference.decode_step(**case)
+        assert bool(got.isfinite().all())
+        bound = FP32_RECURRENCE if dtype == torch.float32 else BF16_STEPS
+        torch.testing.assert_close(got, want, rtol=bound, atol=bound)
+        torch.testing.assert_close(owned(mine["state"].cpu()), owned(case["state"]), rtol=bound, atol=bound)
+        length = case["plan"].length
+        assert torch.equal(owned(mine["conv_state"].cpu(), length=length), owned(case["conv_state"], length=length))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 64])
+def test_decode_step_gives_the_same_bits_every_time(rows: int) -> None:
+    case = to_gpu(decode_step_case(rows, HEADS, DIM, padding=rows // 4, dtype=torch.bfloat16))
+    outputs, states = [], []
+    for _ in range(20):
+        mine = map_tensors(case, torch.clone)
+        outputs.append(step(mine))
+        states.append(owned(mine["state"]))
+    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+    assert all(torch.equal(states[0], other) for other in states[1:])
+
+
+def test_decode_step_of_a_row_does_not_depend_on_its_neighbours() -> None:
+    """The last true row, beside other tokens and garbage."""
+    case = to_gpu(decode_step_case(16, HEADS, DIM, padding=2, dtype=torch.bfloat16))
+    other = map_tensors(case, torch.clone)
+    other["projected"][:13] = torch.nan
+    assert torch.equal(step(other)[13], step(case)[13])
+
+
+@pytest.mark.parametrize("rows", [2, 32])
+def test_decode_step_in_a_graph(rows: int) -> None:
+    """Replays over other tokens, states, slots and positions in the same memory."""
+    cases = [to_gpu(decode_step_case(rows, HEADS, DIM, padding=1, dtype=torch.bfloat16)) for _ in range(2)]
+    wanted = []
+    for case in cases:
+        mine = map_tensors(case, torch.clone)
+        wanted.append((step(mine), owned(mine["state"])))
+    buffers = map_tensors(cases[0], torch.clone)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(buffers)
+    for which in (1, 0, 1):
+        overwrite(buffers, cases[which])
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, wanted[which][0])
+        assert torch.equal(owned(buffers["state"]), wanted[which][1])
+
+
+def test_states_beyond_two_gigabytes() -> None:
+    """600 slots of 4.2 MB: the last one lies beyond 2 ** 31 bytes and 2 ** 29 elements."""
+    case = decode_step_case(3, HEADS, DIM, padding=0, dtype=torch.bfloat16)
+    mine = to_gpu(case)
+    slots = torch.tensor([599, 3, 1], device="cuda")
+    states = torch.full((600, 1, HEADS, DIM, DIM), torch.nan, device="cuda")
+    ring = torch.full((600 * 3, 3 * HEADS * DIM), torch.nan, device="cuda", dtype=torch.bfloat16)
+    states[slots] = mine["state"][mine["slots"]]
+    ring.view(600, 3, -1)[slots] = mine["conv_state"].view(-1, 3, 3 * HEADS * DIM)[mine["slots"]]
+    starts = mine["start"].tolist()
+    plan = plan_ring(starts, [1] * 3, slots.tolist(), window=4, ring_length=3, device=torch.device("cuda"))
+    moved = {**mine, "state": states, "conv_state": ring, "plan": plan, "slots": slots}
+    assert torch.equal(step(moved), step(mine))
+    assert torch.equal(states[slots], mine["state"][mine["slots"]])
+
+
+@pytest.mark.parametrize(("tokens", "versions"), [(1, 1), (1, 3), (4, 6)])
+@pytest.mark.parametrize(("size_k", "size_v"), [(128, 128), (64, 128), (32, 16)])
+def test_recurrent_equals_torch(tokens: int, versions: int, size_k: int, size_v: int) -> None:
+    requests, heads = 5, 16
+    slots, starts = torch.tensor([4, 2, 7, 0, 0], device="cuda"), torch.tensor([900, 0, 5, 0, 0], device="cuda")
+    shape = (requests, tokens, heads)
+    values = torch.randn(requests, tokens, 3, heads, max(size_k, size_v), device="cuda").bfloat16()
+    q, k, v = values.unbind(2)
+    q, k, v = q[..., :size_k], k[..., :size_k], v[..., :size_v]
+    state = torch.full((9, versions, heads, size_k, size_v), torch.nan, device="cuda")
+    for request in (0, 2):
+        state[slots[request], starts[request] % versions] = torch.randn(heads, size_k, size_v, device="cuda")
+    rest = {"g": -torch.rand(*shape, size_k, device="cuda"), "beta": torch.rand(*shape, device="cuda")}
+    rest |= {"slots": slots, "start": starts}
+    theirs = state.clone()
+    got = recurrent(q, k, v, **rest, state=state)
+    want = torch_impl.recurrent(q.float(), k.float(), v.float(), **rest, state=theirs)
+    assert bool(got.isfinite().all())
+    torch.testing.assert_close(got.float(), want, rtol=BF16_OUTPUT, atol=FP32_RECURRENCE)
+    torch.testing.assert_close(owned(state), owned(theirs), rtol=FP32_GEMM, atol=FP32_RECURRENCE)
+
+
+@pytest.mark.parametrize("lengths", [[8192], [1, 3000, 1, 77], [1] * 300], ids=["one", "mixed", "decodes"])
+def test_short_conv_and_gate_equal_torch(lengths: list[int]) -> None:
+    channels, device = 3 * 8 * DIM, torch.device("cuda")
+    starts = [0 if i % 3 == 0 else 5 + i for i in range(len(lengths))]
+    slots = [len(lengths) - i for i in range(len(lengths))]
+    plan = plan_ring(starts, lengths, slots, window=4, ring_length=4, device=device)
+    x = torch.randn(sum(lengths), channels + 100, device=device).bfloat16()[:, :channels]
+    state = torch.randn((len(lengths) + 1) * 4, channels, device=device).bfloat16()
+    state[:4] = torch.nan
+    weight, theirs = torch.randn(4, channels, device=device).t(), state.clone()
+    got = short_conv(x, state, weight, plan=plan)
+    want = torch_impl.short_conv(x, theirs, weight, plan=plan)
+    torch.testing.assert_close(got, want, rtol=2 * BF16_OUTPUT, atol=FP32_GEMM)
+    assert torch.equal(state.nan_to_num(7.0), theirs.nan_to_num(7.0))
+    bias, rate = torch.randn(8 * DIM, device=device), torch.randn(8, device=device)
+    for bound in (-5.0, None):
+        f = x[:, : 8 * DIM]
+        got, want = (run(f, bias, rate, lower_bound=bound) for run in (gate, torch_impl.gate))
+        torch.testing.assert_close(got, want, rtol=FP32_GEMM, atol=FP32_GEMM)
