@@ -53,18 +53,26 @@ class StepInputsBuilder:
     def upload_elements(self, *, max_seqs: int, max_tokens: int) -> int:
         """int64 elements that ``PackedUpload`` needs for any step of at most these counts, padding included."""
         windows = [window for window in (self.conv_size, self.kpool if self.kpool > 1 else 0) if window]
-        sizes = [max_tokens] * 4 + [(max_seqs + 1) * max(self.max_blocks, 1)] + [max_tokens, max_seqs, max_seqs]
+        sizes = [max_tokens] * 5 + [(max_seqs + 1) * max(self.max_blocks, 1)] + [max_tokens, max_seqs, max_seqs]
         for window in windows:
             sizes += [max_seqs * (window - 1), max_tokens * window, max_tokens, max_tokens]
         sizes += [max_tokens, max_tokens]
         return PackedUpload.elements([size + 1 for size in sizes])
 
-    def build(self, chunks: Sequence[Chunk], token_ids: Sequence[int], *, rows: int | None = None) -> StepInputs:
+    def build(
+        self,
+        chunks: Sequence[Chunk],
+        token_ids: Sequence[int],
+        *,
+        rows: int | None = None,
+        sources: Sequence[int] | None = None,
+    ) -> StepInputs:
         """Lay out a step of any mix.
 
         Args:
             chunks: decodes first, all of one length.
             token_ids: of all chunks, in order.
+            sources: of each token, see ``StepInputs``.
             rows: padded rows; None pads to the next multiple of ``ROW_BUCKET``.
         """
         starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
@@ -95,7 +103,15 @@ class StepInputsBuilder:
         assert len(set(host_lengths[:num_decode])) <= 1, f"decode lengths differ: {host_lengths[:num_decode]}"
         slots = tuple(chunk.slot for chunk in chunks)
         ends = np.flatnonzero((positions[:tokens] + 1) % self.kpool == 0)
-        layout = _Layout(ids, positions, token_rows, blocks * self.block_size + place, block_table, None)
+        layout = _Layout(
+            ids,
+            positions,
+            token_rows,
+            blocks * self.block_size + place,
+            block_table,
+            None,
+            self._sources(sources, padded),
+        )
         return self._assemble(
             layout,
             starts=starts,
@@ -112,7 +128,14 @@ class StepInputsBuilder:
             host_slots=slots,
         )
 
-    def build_uniform(self, chunks: Sequence[Chunk], token_ids: Sequence[int], *, rows: int) -> StepInputs:
+    def build_uniform(
+        self,
+        chunks: Sequence[Chunk],
+        token_ids: Sequence[int],
+        *,
+        rows: int,
+        sources: Sequence[int] | None = None,
+    ) -> StepInputs:
         """Lay out a step of one decode token a sequence, padded to ``rows``, in shapes that follow from ``rows``."""
         tokens = len(chunks)
         assert self.capturable, "uniform steps are for devices that capture"
@@ -131,7 +154,15 @@ class StepInputsBuilder:
         completes = (positions + 1) % self.kpool == 0
         completes[tokens:] = False
         entries = self._entries(positions, np.where(completes, blocks, SCRATCH_BLOCK))
-        layout = _Layout(ids, positions, token_rows, blocks * self.block_size + place, block_table, context_lens)
+        layout = _Layout(
+            ids,
+            positions,
+            token_rows,
+            blocks * self.block_size + place,
+            block_table,
+            context_lens,
+            self._sources(sources, rows),
+        )
         return self._assemble(
             layout,
             starts=positions,
@@ -153,6 +184,13 @@ class StepInputsBuilder:
         blocks = (SCRATCH_BLOCK,) * -(-rows // self.block_size)
         chunk = Chunk("scratch", 0, rows, blocks, SCRATCH_SLOT, is_decode=False, samples=False)
         return self.build([chunk], [0] * rows, rows=rows)
+
+    def _sources(self, sources: Sequence[int] | None, rows: int) -> Array | None:
+        if sources is None:
+            return None
+        padded = np.full(rows, -1, dtype=np.int64)
+        padded[: len(sources)] = sources
+        return padded
 
     def _block_table(self, chunks: Sequence[Chunk], rows: int, width: int) -> Array:
         table = np.full((rows, max(width, 1)), SCRATCH_BLOCK, dtype=np.int64)
@@ -189,7 +227,7 @@ class StepInputsBuilder:
         arrays += [layout.block_table, slots, starts]
         arrays += [tensor.numpy() for plan in plans.values() for tensor in plan.tensors]
         arrays += [ends, entries] if self.kpool > 1 else []
-        arrays += [layout.context_lens] if layout.context_lens is not None else []
+        arrays += [extra for extra in (layout.context_lens, layout.sources) if extra is not None]
         placed = iter(self.place(arrays))
         ids, positions, token_rows, slot_mapping, table, slots_dev, starts_dev = (next(placed) for _ in range(7))
         rings: dict[int, RingPlan] = {
@@ -208,6 +246,7 @@ class StepInputsBuilder:
             slot_mapping=slot_mapping,
             block_table=table,
             context_lens=next(placed) if uniform else None,
+            sources=next(placed) if layout.sources is not None else None,
             block_size=self.block_size,
             segments=segments,
             slots=slots_dev,
@@ -220,7 +259,7 @@ class StepInputsBuilder:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Host arrays of a step's rows; ``context_lens`` only in a uniform step."""
+    """Host arrays of a step's rows; ``context_lens`` in a uniform step, ``sources`` where tokens are unknown."""
 
     token_ids: Array
     positions: Array
@@ -228,3 +267,4 @@ class _Layout:
     slot_mapping: Array
     block_table: Array
     context_lens: Array | None
+    sources: Array | None

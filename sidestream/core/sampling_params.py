@@ -107,6 +107,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def has_penalties(self) -> bool:
+        """The next token depends on which tokens came before, beyond what the model sees."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
 
 def _flag(name: str, value: object) -> None:
     if not isinstance(value, bool):

@@ -40,6 +40,8 @@ class StepInputs:
     Attributes:
         capturable: laid out for a device that captures graphs, so nothing may depend on the mode that the step runs in.
         token_ids, positions, token_rows, slot_mapping: [Tp] int64; ``slot_mapping`` is the KV row to write.
+        sources: [Tp] int64 rows of the last step's sampled tokens that stand in for token ids the host does not know
+            yet, or -1; None where it knows all.
         block_table: [R + 1, B] int64; [Tp, B] in a uniform step.
         context_lens: [Tp] int64 in a uniform step, the tokens that a row may see, its own included; else None.
         segments: one a sequence, in flat order; the first ``num_decode`` are continuations of one length.
@@ -55,6 +57,7 @@ class StepInputs:
     uniform: bool
     capturable: bool
     token_ids: torch.Tensor
+    sources: torch.Tensor | None
     positions: torch.Tensor
     token_rows: torch.Tensor
     slot_mapping: torch.Tensor

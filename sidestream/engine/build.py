@@ -11,7 +11,7 @@ import torch
 
 from sidestream.attention.index_group import BlockTableResolver, SparseMLAIndexGroup, SparseMLAIndexGroupBuilder
 from sidestream.attention.latent import PagedLatentAttention
-from sidestream.attention.step_inputs import StepInputsBuilder
+from sidestream.attention.step_inputs import ROW_BUCKET, StepInputsBuilder
 from sidestream.cache.groups import CacheGroups, plan_cache_groups
 from sidestream.cache.pools import CachePools
 from sidestream.config.engine import EngineConfig
@@ -288,8 +288,10 @@ def step_graphs(config: ResolvedConfig, streams: Streams) -> StepGraphs:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_capture_tokens=config.max_capture_tokens,
     )
-    buffers = StaticBuffers(dispatcher.mixed_sizes[-1], streams.backend.device)
-    return StepGraphs(dispatcher, GraphRunner(streams, buffers, debug=config.graph_debug))
+    most = dispatcher.mixed_sizes[-1]
+    buffers = StaticBuffers(most, streams.backend.device, fewer_rows={"logits": dispatcher.decode_sizes[-1]})
+    rows = PackedUpload(streams.backend, most + ROW_BUCKET)
+    return StepGraphs(dispatcher, GraphRunner(streams, buffers, debug=config.graph_debug), rows)
 
 
 def index_groups(config: ResolvedConfig, streams: Streams, *, max_model_len: int) -> tuple[SparseMLAIndexGroup, ...]:

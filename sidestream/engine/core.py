@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +11,8 @@ from sidestream.core.batch import Chunk, ScheduledStep
 from sidestream.core.request import FinishReason, Request
 from sidestream.engine.build import BuiltEngine
 from sidestream.engine.logprobs import TopLogprobs, top_logprobs
+from sidestream.engine.runner import StepOutput
+from sidestream.engine.sampled_tokens import PendingTokens, SampledTokens
 from sidestream.engine.sampler import Sampler, SamplingRow
 from sidestream.scheduler.config import SchedulerConfig
 from sidestream.scheduler.scheduler import Scheduler
@@ -35,6 +38,9 @@ class _Tokens:
 
     request: Request
     tokens: list[int]
+    unread: int = 0
+    """Tokens that were sampled and not read yet: at most one, in ``row`` of the last step's sampled tokens."""
+    row: int = -1
     prompt_logprobs_done: int = 1
     """Prompt tokens whose log-probability was computed; the first has none."""
     prompt_logprobs_given: int = 1
@@ -42,10 +48,29 @@ class _Tokens:
     pending_prompt_logprobs: list[TopLogprobs] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step whose tokens were not read yet.
+
+    Attributes:
+        sampled: the requests it samples for, in the order of the rows.
+    """
+
+    step: ScheduledStep
+    sampled: tuple[tuple[str, _Tokens], ...]
+    pending: PendingTokens | None
+    logprobs: dict[str, TopLogprobs]
+
+
 class EngineCore:
     """Continuous batching over one built engine.
 
+    On a device that runs beside the host, step n + 1 is planned and launched before the tokens of step n are read:
+    they go from one step to the next on the device. A step that needs them on the host (penalties, log-probabilities)
+    waits, which ``waits`` counts.
+
     Attributes:
+        waits: reason -> steps that the host waited for before it launched the next.
         scheduler: its counters say what happened.
     """
 
@@ -53,6 +78,11 @@ class EngineCore:
         config = built.config
         self._runner = built.runner
         self._sampler = Sampler(config.model.vocab_size)
+        self._depth = 1 if config.device == "cpu" else 2
+        with self._runner.on_device():
+            self._sampled = SampledTokens(self._runner.streams, config.max_num_seqs, depth=self._depth)
+        self._launched: deque[_Launched] = deque()
+        self.waits: Counter[str] = Counter()
         self._tokens: dict[str, _Tokens] = {}
         self._stepping = False
         self._aborts: list[str] = []
@@ -98,9 +128,12 @@ class EngineCore:
         assert not self._stepping, "a step was started within a step"
         self._stepping, done = True, False
         try:
-            if (step := self.scheduler.schedule()) is not None:
-                with self._runner.on_device():
-                    self._run(step)
+            with self._runner.on_device():
+                self._wait_where_needed()
+                if (step := self.scheduler.schedule()) is not None:
+                    self._launched.append(self._launch(step))
+                while len(self._launched) >= (self._depth if step is not None else 1):
+                    self._finish(self._launched.popleft())
             done = True
         finally:
             if not done:
@@ -112,18 +145,34 @@ class EngineCore:
         return outputs
 
     @torch.inference_mode()
-    def _run(self, step: ScheduledStep) -> None:
-        """Forward, sample, commit."""
-        hidden = self._runner.forward(step.chunks, self._token_ids(step))
-        self._collect_prompt_logprobs(step, hidden)
-        sampled, logprobs = self._sample(step, hidden)
-        for event in self.scheduler.commit(step, sampled):
+    def _launch(self, step: ScheduledStep) -> _Launched:
+        """Forward and sample; nothing is read on the host but what a request asks to see."""
+        token_ids, sources = self._token_ids(step)
+        output = self._runner.forward(step.chunks, token_ids, sources=sources, sampled=self._sampled.device)
+        self._collect_prompt_logprobs(step, output)
+        return self._sample(step, output)
+
+    def _wait_where_needed(self) -> None:
+        """Read what was launched before the next step is planned, if that step needs it on the host."""
+        if self._launched and any(state.request.params.has_penalties for _, state in self._launched[-1].sampled):
+            self.waits["penalties count the tokens so far"] += 1
+            while self._launched:
+                self._finish(self._launched.popleft())
+
+    def _finish(self, launched: _Launched) -> None:
+        """Read a step's tokens, commit them, put them out."""
+        tokens: list[int] = launched.pending.read() if launched.pending is not None else []
+        sampled: dict[str, int] = {}
+        for (name, state), token in zip(launched.sampled, tokens, strict=True):
+            sampled[name] = token
+            state.unread -= 1
+        for event in self.scheduler.commit(launched.step, sampled):
             state = self._tokens[event.request_id]
             output = EngineOutput(
                 event.request_id,
                 event.token_id,
                 event.finish_reason,
-                logprobs.get(event.request_id),
+                launched.logprobs.get(event.request_id),
                 tuple(state.pending_prompt_logprobs),
             )
             state.pending_prompt_logprobs.clear()
@@ -135,19 +184,28 @@ class EngineCore:
 
     def _recover(self) -> None:
         """Begin again with what every unfinished request has."""
+        self._launched.clear()
         for state in self._tokens.values():
             state.pending_prompt_logprobs.clear()
             state.prompt_logprobs_done = state.prompt_logprobs_given
+            state.unread = 0
         states = self._tokens.values()
         self.scheduler.restart((s.request, len(s.tokens) - len(s.request.prompt_token_ids)) for s in states)
 
-    def _token_ids(self, step: ScheduledStep) -> list[int]:
+    def _token_ids(self, step: ScheduledStep) -> tuple[list[int], list[int] | None]:
+        """The step's tokens; 0 where the last step sampled one that was not read, and then the rows of those too."""
         ids: list[int] = []
+        unread: dict[int, int] = {}
         for chunk in step.chunks:
-            ids += self._tokens[chunk.request_id].tokens[chunk.start : chunk.end]
-        return ids
+            state = self._tokens[chunk.request_id]
+            ids += state.tokens[chunk.start : chunk.end]
+            if chunk.end > len(state.tokens):
+                assert chunk.end == len(state.tokens) + state.unread == len(state.tokens) + 1, f"{chunk} is ahead"
+                unread[len(ids)] = state.row
+                ids.append(0)
+        return ids, [unread.get(i, -1) for i in range(len(ids))] if unread else None
 
-    def _sample(self, step: ScheduledStep, hidden: torch.Tensor) -> tuple[dict[str, int], dict[str, TopLogprobs]]:
+    def _sample(self, step: ScheduledStep, output: StepOutput) -> _Launched:
         """Sample the next token of every chunk that reaches the end of its sequence."""
         chunks: list[Chunk] = []
         last_rows: list[int] = []
@@ -158,25 +216,34 @@ class EngineCore:
                 chunks.append(chunk)
                 last_rows.append(row - 1)
         if not chunks:
-            return {}, {}
-        rows = [self._sampling_row(chunk.request_id) for chunk in chunks]
-        result = self._sampler.sample(self._runner.logits(hidden, last_rows), rows)
-        names = [chunk.request_id for chunk in chunks]
-        logprobs = {name: row for name, row in zip(names, result.logprobs, strict=True) if row is not None}
-        return dict(zip(names, result.token_ids, strict=True)), logprobs
+            return _Launched(step, (), None, {})
+        rows = [self._sampling_row(chunk) for chunk in chunks]
+        logits = self._runner.logits(output, last_rows)
+        pending = self._sampled.keep(self._sampler.choose(logits, rows))
+        sampled = tuple((chunk.request_id, self._tokens[chunk.request_id]) for chunk in chunks)
+        logprobs: dict[str, TopLogprobs] = {}
+        if any(row.params.logprobs is not None for row in rows):
+            found = self._sampler.logprobs(logits, rows, pending.read())
+            logprobs = {chunk.request_id: top for chunk, top in zip(chunks, found, strict=True) if top is not None}
+            if self._depth > 1:
+                self.waits["log-probabilities were asked for"] += 1
+        for place, (_, state) in enumerate(sampled):
+            state.unread += 1
+            state.row = place
+        return _Launched(step, sampled, pending, logprobs)
 
-    def _sampling_row(self, request_id: str) -> SamplingRow:
-        state = self._tokens[request_id]
+    def _sampling_row(self, chunk: Chunk) -> SamplingRow:
+        state = self._tokens[chunk.request_id]
         prompt = len(state.request.prompt_token_ids)
         return SamplingRow(
             params=state.request.params,
             seed=state.request.seed,
             prompt_token_ids=state.request.prompt_token_ids,
-            output_token_ids=state.tokens[prompt:],
+            output_token_ids=state.tokens[prompt:] + [-1] * state.unread,
             mask_token_ids=state.request.mask_token_ids,
         )
 
-    def _collect_prompt_logprobs(self, step: ScheduledStep, hidden: torch.Tensor) -> None:
+    def _collect_prompt_logprobs(self, step: ScheduledStep, output: StepOutput) -> None:
         """Row t of a prompt gives the log-probability of prompt token t + 1; recomputed rows give none again."""
         row = 0
         for chunk in step.chunks:
@@ -189,7 +256,7 @@ class EngineCore:
                     stop = min(start + PROMPT_LOGIT_ROWS, last)
                     rows = range(row + start - 1 - chunk.start, row + stop - 1 - chunk.start)
                     state.pending_prompt_logprobs += top_logprobs(
-                        self._runner.logits(hidden, rows), prompt[start:stop], wanted
+                        self._runner.logits(output, rows), prompt[start:stop], wanted
                     )
                 state.prompt_logprobs_done = max(last, state.prompt_logprobs_done)
             row += chunk.length

@@ -1,11 +1,12 @@
-"""Runs the model over a step's chunks: lays out inputs, opens the forward context, returns hidden states."""
+"""Runs the model over a step's chunks: lays out inputs, opens the forward context, returns what can be sampled from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from sidestream.attention.latent import PagedLatentAttention
@@ -20,15 +21,38 @@ from sidestream.engine.threads import step_threads
 from sidestream.graphs.dispatch import GraphDispatcher, StepPlan
 from sidestream.graphs.runner import GraphRunner
 from sidestream.models.decoder import DecoderModel
+from sidestream.ops.sampled_tokens import fill_sampled
 from sidestream.streams import Streams
+from sidestream.streams.upload import PackedUpload
 
 
 @dataclass(frozen=True, slots=True)
 class StepGraphs:
-    """What a device that captures adds: the choice of a mode for each step, and the graphs."""
+    """What a device that captures adds.
+
+    Attributes:
+        dispatcher: chooses a mode for each step.
+        runner: of the graphs.
+        logit_rows: brings row numbers to the device.
+    """
 
     dispatcher: GraphDispatcher
     runner: GraphRunner
+    logit_rows: PackedUpload
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step gives; valid until the next one.
+
+    Attributes:
+        hidden: [Tp, hidden] normalised hidden states; rows beyond the step's tokens are padding.
+        logits: [Tp, vocab] fp32 of all rows, where the step computed them: in every uniform decode on a device that
+            captures, so that the head is part of the graph.
+    """
+
+    hidden: torch.Tensor
+    logits: torch.Tensor | None = None
 
 
 class ModelRunner:
@@ -70,34 +94,52 @@ class ModelRunner:
         return self.streams.backend.use(self.streams.compute)
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[Chunk], token_ids: Sequence[int]) -> torch.Tensor:
+    def forward(
+        self,
+        chunks: Sequence[Chunk],
+        token_ids: Sequence[int],
+        *,
+        sources: Sequence[int] | None = None,
+        sampled: torch.Tensor | None = None,
+    ) -> StepOutput:
         """Run one step, on the current stream.
 
         Args:
             chunks: decodes first.
             token_ids: of all chunks, in order.
-        Returns:
-            [Tp, hidden] normalised hidden states, valid until the next step; rows beyond its tokens are padding.
+            sources: for each token the row of ``sampled`` that holds it, or -1 where ``token_ids`` does; None if all
+                are known.
+            sampled: [S] int64 on the device.
         """
         self.streams.begin_step()
-        hidden = self._forward(chunks, token_ids)
-        if self._observer is not None:
-            self._observer.end_step(chunks)
-        return hidden
-
-    def _forward(self, chunks: Sequence[Chunk], token_ids: Sequence[int]) -> torch.Tensor:
         if self.graphs is None:
             inputs = self._builder.build(chunks, token_ids)
             with step_threads(inputs.num_tokens * self._weight_bytes), self._context(inputs, CUDAGraphMode.NONE):
-                return self._model.forward()
+                return StepOutput(self._model.forward())
         tokens, uniform = len(token_ids), all(chunk.is_decode and chunk.length == 1 for chunk in chunks)
         plan = self.graphs.dispatcher.plan(tokens, uniform=uniform)
         build = self._builder.build_uniform if uniform else self._builder.build
-        inputs = build(chunks, token_ids, rows=plan.key.tokens)
+        inputs = build(chunks, token_ids, rows=plan.key.tokens, sources=sources)
+        if inputs.sources is not None:
+            assert sampled is not None, "token ids are unknown, and nothing was sampled"
+            fill_sampled(inputs.token_ids, inputs.sources, sampled)
         with self._context(inputs, plan.mode):
-            if plan.mode is CUDAGraphMode.NONE:
-                return self._model.forward()
-            return self.graphs.runner.replay(plan, inputs)
+            return StepOutput(**self._run(plan, inputs))
+
+    def _run(self, plan: StepPlan, inputs: StepInputs) -> Mapping[str, torch.Tensor]:
+        if plan.mode is CUDAGraphMode.NONE:
+            return self._forward_of(plan)()
+        assert self.graphs is not None
+        return self.graphs.runner.replay(plan, inputs)
+
+    def _forward_of(self, plan: StepPlan) -> Callable[[], dict[str, torch.Tensor]]:
+        """What a step of this form computes: logits too, if every row of it is sampled from."""
+
+        def forward() -> dict[str, torch.Tensor]:
+            hidden = self._model.forward()
+            return {"hidden": hidden, "logits": self._model.logits(hidden)} if plan.key.uniform else {"hidden": hidden}
+
+        return forward
 
     @torch.inference_mode()
     def capture(self, on_captured: Callable[[StepPlan], None] | None = None) -> None:
@@ -113,10 +155,10 @@ class ModelRunner:
         for plan in self.graphs.dispatcher.captures():
             inputs = self._scratch(plan)
             with self._context(inputs, plan.mode, buffers=True):
-                runner.warm_up(self._model.forward)
+                runner.warm_up(self._forward_of(plan))
             inputs = self._scratch(plan)
             with self._context(inputs, plan.mode, buffers=True):
-                runner.capture(plan, self._model.forward, inputs)
+                runner.capture(plan, self._forward_of(plan), inputs)
             if on_captured is not None:
                 on_captured(plan)
 
@@ -142,16 +184,22 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    def logits(self, output: StepOutput, rows: Sequence[int]) -> torch.Tensor:
         """Logits [S, vocab] fp32 of the given ascending rows; the GEMM runs on a whole bucket of rows."""
-        count = len(rows)
+        count, hidden = len(rows), output.hidden
+        every = rows[0] == 0 and rows[-1] == count - 1
+        if output.logits is not None:
+            return output.logits[:count] if every else output.logits.index_select(0, self._rows(rows, hidden.device))
         padding = -count % ROW_BUCKET
-        if rows[0] == 0 and rows[-1] == count - 1 and hidden.shape[0] == count + padding:
-            wanted = hidden  # every row of the step, as in most decodes
-        else:
-            index = torch.tensor([*rows, *[rows[0]] * padding], device=hidden.device)
-            wanted = hidden.index_select(0, index)
+        if not (every and hidden.shape[0] == count + padding):  # otherwise every row of the step, as in most decodes
+            hidden = hidden.index_select(0, self._rows([*rows, *[rows[0]] * padding], hidden.device))
         if self.graphs is not None:
-            return self._model.logits(wanted)[:count]
+            return self._model.logits(hidden)[:count]
         with step_threads(count * self._weight_bytes):
-            return self._model.logits(wanted)[:count]
+            return self._model.logits(hidden)[:count]
+
+    def _rows(self, rows: Sequence[int], device: torch.device) -> torch.Tensor:
+        if self.graphs is None:
+            return torch.tensor(rows, device=device)
+        (placed,) = self.graphs.logit_rows.place([np.array(rows, dtype=np.int64)])
+        return placed

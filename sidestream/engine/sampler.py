@@ -44,6 +44,21 @@ class SampleResult:
     logprobs: list[TopLogprobs | None]
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Tokens that the host has not read.
+
+    Attributes:
+        tokens: [S] int64.
+        peaks: [S] fp32, each row's largest logit.
+        allowed: the same after masks; None without them.
+    """
+
+    tokens: torch.Tensor
+    peaks: torch.Tensor
+    allowed: torch.Tensor | None
+
+
 class Sampler:
     """Sampler of a vocabulary; keeps nothing between calls."""
 
@@ -62,42 +77,29 @@ class Sampler:
             AssertionError: a row of logits holds NaN or +inf, or nothing finite: only a fault of the model's can do
                 that, and no token would be right.
         """
+        choice = self.choose(logits, rows, bitmask=bitmask)
+        check_peaks(choice.peaks.tolist(), None if choice.allowed is None else choice.allowed.tolist())
+        token_ids: list[int] = choice.tokens.tolist()
+        return SampleResult(token_ids, self.logprobs(logits, rows, token_ids))
+
+    def choose(
+        self, logits: torch.Tensor, rows: Sequence[SamplingRow], *, bitmask: torch.Tensor | None = None
+    ) -> Choice:
+        """``sample`` without reading anything on the host; ``check_peaks`` must follow once something was read."""
         assert logits.shape == (len(rows), self.vocab_size), f"logits {tuple(logits.shape)} for {len(rows)} rows"
         assert logits.dtype is torch.float32, f"logits are {logits.dtype}"
         edits = LogitEdits.collect(rows, self.vocab_size)
         if edits is None and bitmask is None and all(row.params.greedy for row in rows):
             peaks, tokens = logits.max(dim=-1)  # the first of equal maxima
-            _check_finite(peaks)
-        else:
-            _check_finite(logits.amax(dim=-1))
-            tokens = self._choose(logits, rows, edits=edits, bitmask=bitmask)
-        token_ids: list[int] = tokens.tolist()
-        return SampleResult(token_ids, self._logprobs(logits, rows, token_ids))
-
-    def _choose(
-        self,
-        logits: torch.Tensor,
-        rows: Sequence[SamplingRow],
-        *,
-        edits: LogitEdits | None,
-        bitmask: torch.Tensor | None,
-    ) -> torch.Tensor:
+            return Choice(tokens, peaks, None)
+        peaks, edited = logits.amax(dim=-1), logits
         if bitmask is not None:
-            logits = logits.masked_fill(~unpack_bitmask(bitmask, self.vocab_size), -math.inf)
+            edited = edited.masked_fill(~unpack_bitmask(bitmask, self.vocab_size), -math.inf)
         if edits is not None:
-            logits = edits.apply(logits)
-        empty = [i for i, peak in enumerate(logits.amax(dim=-1).tolist()) if peak == -math.inf]
-        assert not empty, f"masks leave no token to rows {empty}"
-        drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
-        if len(drawn) == len(rows):
-            return _draw(logits, rows)
-        tokens = logits.argmax(dim=-1)
-        if drawn:
-            index = torch.tensor(drawn, device=logits.device)
-            tokens[index] = _draw(logits[index], [rows[i] for i in drawn])
-        return tokens
+            edited = edits.apply(edited)
+        return Choice(_tokens_of(edited, rows), peaks, None if edited is logits else edited.amax(dim=-1))
 
-    def _logprobs(
+    def logprobs(
         self, logits: torch.Tensor, rows: Sequence[SamplingRow], token_ids: Sequence[int]
     ) -> list[TopLogprobs | None]:
         result: list[TopLogprobs | None] = [None] * len(rows)
@@ -105,15 +107,29 @@ class Sampler:
         if wanted:
             asked = list(wanted)
             chosen = [token_ids[i] for i in asked]
-            source = logits if len(asked) == len(rows) else logits[torch.tensor(asked, device=logits.device)]
+            source = logits if len(asked) == len(rows) else logits[to_device(asked, torch.int64, logits.device)]
             for i, top in zip(asked, top_logprobs(source, chosen, list(wanted.values())), strict=True):
                 result[i] = top
         return result
 
 
-def _check_finite(peaks: torch.Tensor) -> None:
-    broken = [i for i, peak in enumerate(peaks.tolist()) if not math.isfinite(peak)]
+def check_peaks(peaks: Sequence[float], allowed: Sequence[float] | None) -> None:
+    """The largest logit of each row, before and after masks: AssertionError where no token would be right."""
+    broken = [row for row, peak in enumerate(peaks) if not math.isfinite(peak)]
     assert not broken, f"logits of rows {broken} are not finite; the model computed them wrongly"
+    empty = [row for row, peak in enumerate(allowed or ()) if peak == -math.inf]
+    assert not empty, f"masks leave no token to rows {empty}"
+
+
+def _tokens_of(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
+    if len(drawn) == len(rows):
+        return _draw(logits, rows)
+    tokens = logits.argmax(dim=-1)
+    if drawn:
+        index = to_device(drawn, torch.int64, logits.device)
+        tokens.index_copy_(0, index, _draw(logits.index_select(0, index), [rows[i] for i in drawn]))
+    return tokens
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -132,8 +148,9 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         if len(filtered) == len(rows):
             weights = _keep_top(weights, params)
         elif filtered:
-            index = torch.tensor(filtered, device=logits.device)
-            weights[index] = _keep_top(weights[index], [params[i] for i in filtered])
+            index = to_device(filtered, torch.int64, logits.device)
+            kept = _keep_top(weights.index_select(0, index), [params[i] for i in filtered])
+            weights.index_copy_(0, index, kept)
     cumulative = weights.cumsum(dim=-1)
     uniforms = [uniform(row.seed, len(row.output_token_ids)) for row in rows]
     target = cumulative[:, -1:] * _column(uniforms, logits.device)
@@ -148,7 +165,7 @@ def _keep_top(weights: torch.Tensor, params: Sequence[SamplingParams]) -> torch.
     width = max(most)
     ordered = (weights.topk(width) if width < vocab else weights.sort(descending=True)).values
     place = torch.arange(width, device=weights.device)
-    ordered.masked_fill_(place >= torch.tensor(most, device=weights.device).unsqueeze(1), 0.0)
+    ordered.masked_fill_(place >= to_device(most, torch.int64, weights.device).unsqueeze(1), 0.0)
     cumulative = ordered.cumsum(dim=-1)
     share = _column([p.top_p if p.top_p < 1.0 else math.inf for p in params], weights.device)
     kept = (cumulative - ordered < share * cumulative[:, -1:]) & (ordered > 0.0)
@@ -160,4 +177,11 @@ def _keep_top(weights: torch.Tensor, params: Sequence[SamplingParams]) -> torch.
 
 
 def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
+    return to_device(values, torch.float64, device).unsqueeze(1)
+
+
+def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A short list as a tensor; from page-locked memory where a plain copy would make the host wait for the stream."""
+    if device.type == "cuda":
+        return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, device=device)

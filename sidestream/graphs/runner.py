@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,10 @@ from sidestream.graphs.dispatch import StepPlan
 from sidestream.graphs.static_buffers import StaticBuffers
 from sidestream.streams import Capture, Streams
 
-Forward = Callable[[], torch.Tensor]
-"""Runs the model in the current forward context; [Tp, hidden]."""
+Results = Mapping[str, torch.Tensor]
+"""What a step gives, by name: [Tp, ..] each."""
+Forward = Callable[[], Results]
+"""Runs the model in the current forward context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class GraphRunner:
         self._streams = streams
         self._pool = streams.backend.new_pool()
         self._captured: dict[StepPlan, BreakableCUDAGraphCapture | _FullGraph] = {}
+        self._results: dict[StepPlan, Results] = {}
 
     @property
     def captured(self) -> tuple[StepPlan, ...]:
@@ -64,32 +67,33 @@ class GraphRunner:
         self.buffers.freeze()
         try:
             if plan.mode is CUDAGraphMode.FULL:
-                graph = self._capture_full(name, forward)
+                graph, results = self._capture_full(name, forward)
                 addresses = {key: tensor.data_ptr() for key, tensor in static.items()}
                 self._captured[plan] = _FullGraph(graph, addresses)
             else:
                 with BreakableCUDAGraphCapture(self._streams, name, pool=self._pool, inputs=static) as pieces:
-                    self._keep(forward())
+                    results = self._keep(forward())
                 self._captured[plan] = pieces
+            self._results[plan] = results
         finally:
             self.buffers.thaw()
 
-    def _capture_full(self, name: str, forward: Forward) -> Capture:
+    def _capture_full(self, name: str, forward: Forward) -> tuple[Capture, Results]:
         try:
             with self._streams.capture(name, pool=self._pool, closed=True) as graph:
-                self._keep(forward())
+                results = self._keep(forward())
             graph.replay()
         except BaseException as error:
             error.add_note(f"in capture {name!r}")
             raise
-        return graph
+        return graph, results
 
-    def warm_up(self, forward: Forward) -> torch.Tensor:
+    def warm_up(self, forward: Forward) -> Results:
         """Run a step without a graph in the same static buffers."""
         return self._keep(forward())
 
-    def replay(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor:
-        """Run the captured step; [Tp, hidden], valid until the next step."""
+    def replay(self, plan: StepPlan, inputs: StepInputs) -> Results:
+        """Run the captured step; what it gives is valid until the next step."""
         captured = self._captured[plan]
         if self.debug:
             self.buffers.poison()
@@ -99,7 +103,7 @@ class GraphRunner:
             captured.capture.replay()
         else:
             captured.replay(inputs.static_tensors() if self.debug else None)
-        return self.buffers.existing("hidden states", plan.key.tokens)
+        return self._results[plan]
 
-    def _keep(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.buffers.hold("hidden states", hidden)
+    def _keep(self, results: Results) -> Results:
+        return {name: self.buffers.hold(name, tensor) for name, tensor in results.items()}

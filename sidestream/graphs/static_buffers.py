@@ -8,6 +8,7 @@ strong ones would keep the graph pool from sharing memory between shapes.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
@@ -19,10 +20,12 @@ class StaticBuffers:
 
     Args:
         max_rows: of every buffer; shapes ask for their first rows.
+        fewer_rows: buffer name -> its rows, where no shape ever needs ``max_rows`` of them.
     """
 
-    def __init__(self, max_rows: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, device: torch.device, *, fewer_rows: Mapping[str, int] | None = None) -> None:
         self.max_rows = max_rows
+        self._fewer_rows = dict(fewer_rows or {})
         self._device = device
         self._buffers: dict[str, torch.Tensor] = {}
         self._frozen = False
@@ -46,13 +49,14 @@ class StaticBuffers:
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The first ``shape[0]`` rows of buffer ``name``, holding what its last user left there."""
         rows, rest = shape[0], tuple(shape[1:])
-        assert rows <= self.max_rows, f"{rows} rows of static buffer {name!r}, which has {self.max_rows}"
+        most = self._fewer_rows.get(name, self.max_rows)
+        assert rows <= most, f"{rows} rows of static buffer {name!r}, which has {most}"
         buffer = self._buffers.get(name)
         if buffer is None:
             assert not self._frozen, (
                 f"static buffer {name!r} is first asked for inside a capture; warm up with its shape"
             )
-            buffer = torch.zeros(self.max_rows, *rest, dtype=dtype, device=self._device)
+            buffer = torch.zeros(most, *rest, dtype=dtype, device=self._device)
             self._buffers[name] = buffer
         assert buffer.shape[1:] == rest, f"static buffer {name!r} has rows of {tuple(buffer.shape[1:])}, not {rest}"
         assert buffer.dtype == dtype, f"static buffer {name!r} is {buffer.dtype}, not {dtype}"

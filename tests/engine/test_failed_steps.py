@@ -56,7 +56,7 @@ def exhaust(stream: Iterator[TextDelta]) -> RequestOutput:
 
 @pytest.mark.parametrize(
     ("place", "after"),
-    [("forward", False), ("forward", True), ("logits", True), ("sample", False), ("sample", True), ("commit", False)],
+    [("forward", False), ("forward", True), ("logits", True), ("choose", False), ("choose", True), ("commit", False)],
 )
 @pytest.mark.parametrize("at", [1, 3, 9])
 def test_a_failed_step_loses_no_request(checkpoint: tuple[Path, Any], place: str, after: bool, at: int) -> None:
@@ -67,7 +67,7 @@ def test_a_failed_step_loses_no_request(checkpoint: tuple[Path, Any], place: str
     owner: Any = {
         "forward": llm.core._runner,
         "logits": llm.core._runner,
-        "sample": llm.core._sampler,
+        "choose": llm.core._sampler,
         "commit": llm.core.scheduler,
     }[place]
     other = llm.stream(prompts[0], GREEDY)
@@ -128,7 +128,7 @@ def test_an_iterator_collected_during_a_step_ends_after_it(checkpoint: tuple[Pat
     try:
         leak()
         assert llm.core.scheduler.num_running == 1
-        runner.forward = lambda *args: (gc.collect(), forward(*args))[1]
+        runner.forward = lambda *args, **named: (gc.collect(), forward(*args, **named))[1]
         made = llm.generate(prompt, GREEDY)[0].outputs[0].token_ids
     finally:
         gc.enable()

@@ -50,8 +50,8 @@ class Model:
         self.builder = step_builder(backend, max_seqs=ROWS, max_tokens=ROWS)
         backend.synchronize()
 
-    def forward_of(self, step: StepInputs) -> Callable[[], torch.Tensor]:
-        def forward() -> torch.Tensor:
+    def forward_of(self, step: StepInputs) -> Callable[[], dict[str, torch.Tensor]]:
+        def forward() -> dict[str, torch.Tensor]:
             held = self.buffers.hold("ids", step.token_ids.to(torch.float32) * 2)
             added = self.buffers.take("added", tuple(held.shape), torch.float32)
 
@@ -61,7 +61,7 @@ class Model:
 
             break_here(add, "add")
             assert step.context_lens is not None
-            return added * step.context_lens
+            return {"hidden": added * step.context_lens}
 
         return forward
 
@@ -84,7 +84,7 @@ class Model:
         with self.machine.on_compute():
             self.machine.streams.begin_step()
             step = (builder or self.builder).build_uniform(decodes(starts), ids, rows=plan.key.tokens)
-            hidden = self.runner.replay(plan, step)
+            hidden = self.runner.replay(plan, step)["hidden"]
             assert hidden.shape[0] == plan.key.tokens
             return self.machine.read(hidden)[: len(ids)]
 
@@ -119,7 +119,7 @@ def test_what_was_captured_can_be_looked_at() -> None:
     assert len(pieces.segments) == 2
     assert isinstance(graph, Capture)
     assert graph.name == "full graph of 4 tokens, uniform"
-    assert model.buffers.names == ("ids", "added", "hidden states")
+    assert model.buffers.names == ("ids", "added", "hidden")
 
 
 def test_all_shapes_of_both_modes_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,10 +165,10 @@ def test_a_failed_forward_leaves_no_capture_open_and_no_buffer_frozen(plan: Step
     machine = Machine()
     model = Model(machine)
 
-    def reads_on_the_host() -> torch.Tensor:
-        hidden = model.forward_of(step)()
-        hidden.sum().item()
-        return hidden
+    def reads_on_the_host() -> dict[str, torch.Tensor]:
+        results = model.forward_of(step)()
+        results["hidden"].sum().item()
+        return results
 
     with machine.on_compute():
         step = model.begin(plan)

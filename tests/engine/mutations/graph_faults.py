@@ -29,7 +29,8 @@ SPARSE_MLA = (
     "out, _ = sparse_mla(query, pool, rows, counts=counts, scale=self._scale, layout=self._layout, with_lse=False)"
 )
 WRITE_ROWS = "write_rows(pool, inputs.slot_mapping[:rows], latent, rope=rope_key, layout=self._layout)"
-SAMPLE = "result = self._sampler.sample(self._runner.logits(hidden, last_rows), rows)"
+LOGITS = "logits = self._runner.logits(output, last_rows)"
+SAMPLE = "pending = self._sampled.keep(self._sampler.choose(logits, rows))"
 MIX = "mixed = self._mix(true_rows(qkv, rows), forget, beta, inputs=inputs, cache=cache)"
 
 OTHER_STREAMS = (
@@ -54,7 +55,7 @@ OTHER_STREAMS = (
     ),
     Fault(
         "logits on another stream than the model",
-        (Edit(CORE, "EngineCore._sample", SAMPLE, _on_another_stream("self._runner.streams", SAMPLE)),),
+        (Edit(CORE, "EngineCore._sample", LOGITS, _on_another_stream("self._runner.streams", LOGITS)),),
         BOTH,
         Unordered("read after write", "hold", "logits"),
     ),
@@ -65,12 +66,11 @@ OTHER_STREAMS = (
                 CORE,
                 "EngineCore._sample",
                 SAMPLE,
-                "logits = self._runner.logits(hidden, last_rows)\n    "
-                + _on_another_stream("self._runner.streams", "result = self._sampler.sample(logits, rows)"),
+                _on_another_stream("self._runner.streams", SAMPLE),
             ),
         ),
         BOTH,
-        Unordered("read after write", "__call__", "sample"),
+        Unordered("read after write", "__call__", "choose"),
     ),
     Fault(
         "linear attention on another stream",
@@ -176,7 +176,7 @@ CAPTURES = (
     ),
     Fault(
         "a static buffer first made in a capture",
-        (Edit("engine/runner.py", "ModelRunner.capture", "runner.warm_up(self._model.forward)", "pass"),),
+        (Edit("engine/runner.py", "ModelRunner.capture", "runner.warm_up(self._forward_of(plan))", "pass"),),
         BOTH,
         Refused(AssertionError, ("static buffer", "first asked for inside a capture")),
     ),

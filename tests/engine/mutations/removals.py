@@ -52,6 +52,8 @@ ON_DEFAULT_STREAM = Removal(NONE, Unordered("write after write", "wire_runner", 
 READ_EARLY_EAGERLY = Removal(NONE, READ_EARLY)
 POOLS_UNWRITTEN = Removal(NONE, Unordered("read after write", "_blocks", "_scores"))
 
+UNREAD = Removal(NONE, Unordered("read after write", "keep", "read"))
+
 REMOVALS: dict[str, Removal] = {
     "attention/index_group.py SparseMLAIndexGroup.set_logical_topk_ready: self.logical_topk_ready.publish()": (
         NEVER_PUBLISHED
@@ -67,16 +69,19 @@ REMOVALS: dict[str, Removal] = {
         NEVER_PUBLISHED
     ),
     "engine/build.py start_runner: backend.use(streams.compute)": ON_DEFAULT_STREAM,
+    "engine/core.py EngineCore.__init__: self._runner.on_device()": Removal(
+        NONE, Unordered("write after write", "__init__", "keep")
+    ),
     "engine/core.py EngineCore.step: self._runner.on_device()": ON_DEFAULT_STREAM,
+    "engine/sampled_tokens.py PendingTokens.read: self.streams.backend.synchronize_event(self.slot.copied)": UNREAD,
+    "engine/sampled_tokens.py SampledTokens.keep: self._streams.backend.record(slot.copied)": UNREAD,
     "engine/runner.py ModelRunner.on_device: self.streams.backend.use(self.streams.compute)": ON_DEFAULT_STREAM,
     "engine/runner.py ModelRunner.forward: self.streams.begin_step()": Removal(NONE, PUBLISHED_TWICE),
     "engine/runner.py ModelRunner._scratch: self.streams.begin_step()": Removal(PIECES, PUBLISHED_TWICE),
     "engine/runner.py ModelRunner._context: self.attention.begin_step(inputs.mixer_rows)": NO_ROWS,
     "graphs/breakable.py BreakableCUDAGraphCapture._end_segment: segment.replay()": NOT_REPLAYED,
     "graphs/breakable.py BreakableCUDAGraphCapture.replay: part.replay()": Removal(BOTH, UNWRITTEN),
-    "graphs/runner.py GraphRunner._capture_full: graph.replay()": Removal(
-        FULL, Unordered("read before replay", "", "rms_norm")
-    ),
+    "graphs/runner.py GraphRunner._capture_full: graph.replay()": Removal(BOTH, Unordered("read before replay")),
     "graphs/runner.py GraphRunner.replay: captured.capture.replay()": Removal(FULL, UNWRITTEN),
     "graphs/runner.py GraphRunner.replay: captured.replay(inputs.static_tensors() if self.debug else None)": (
         Removal(PIECES, UNWRITTEN)

@@ -13,6 +13,7 @@ from sidestream.core.request import Request
 from sidestream.core.sampling_params import SamplingParams
 from sidestream.engine import build
 from sidestream.engine.core import EngineCore
+from sidestream.engine.runner import StepOutput
 from sidestream.errors import GraphError, HandoffError
 from sidestream.streams import Handoff
 from sidestream.streams.simulated import Order, SimulatedBackend
@@ -118,11 +119,22 @@ def _serve(model: Path, work: Workload, backend: SimulatedBackend) -> tuple[tupl
     hidden: list[torch.Tensor] = []
     forward = built.runner.forward
 
-    def keep(*step: Any) -> torch.Tensor:
-        hidden[:] = [forward(*step)]
-        return hidden[0]
+    def keep(*step: Any, **unknown: Any) -> StepOutput:
+        output = forward(*step, **unknown)
+        hidden[:] = [output.hidden]
+        return output
 
-    built.runner.forward = keep  # type: ignore[assignment, method-assign]
+    sample = core._sample
+
+    def look(step: Any, output: StepOutput) -> Any:
+        launched = sample(step, output)
+        if launched.sampled:  # log-probabilities were asked for, so the host has waited
+            assert isinstance(hidden[0], SimTensor)
+            assert hidden[0].elem.isfinite().all(), "hidden states, padding rows included, are not finite"
+        return launched
+
+    built.runner.forward = keep  # type: ignore[method-assign]
+    core._sample = look  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=2)
     waiting = [Request(str(i), p, params, i, NEW_TOKENS, frozenset(), ()) for i, p in enumerate(PROMPTS)]
     core.add(waiting.pop(0))
@@ -130,11 +142,8 @@ def _serve(model: Path, work: Workload, backend: SimulatedBackend) -> tuple[tupl
     while core.has_work():
         outputs = core.step()
         made += [(output.request_id, output.token_id, output.logprobs) for output in outputs]
-        if outputs:  # sampled, so the host has waited
-            assert isinstance(hidden[0], SimTensor)
-            assert hidden[0].elem.isfinite().all(), "hidden states, padding rows included, are not finite"
-            if waiting:
-                core.add(waiting.pop())
+        if outputs and waiting:
+            core.add(waiting.pop())
     groups = [handoff for group in built.runner.attention.groups for handoff in vars(group).values()]
     handoffs = [
         (h.name, h._last.stream.name if h._last else "", {kind.value: n for kind, n in h.waits.items()})

@@ -87,7 +87,7 @@ def test_breaks_of_all_shapes_share_static_buffers(folders: dict[str, Path]) -> 
     """Named by kind, not by layer and not by shape, so they are no more for sixty layers than for one of each."""
     names = set(SimHarness(folders["glm5_next"], "piecewise", **SMALL).graphs.runner.buffers.names)
     kinds = {name.split(",")[0] for name in names}
-    assert kinds == {"KDA", "indexer", "attention", "hidden states"}
+    assert kinds == {"KDA", "indexer", "attention", "hidden", "logits"}
     assert not any(character.isdigit() for name in names for character in name.split(",")[0])
 
 

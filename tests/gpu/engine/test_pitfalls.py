@@ -131,7 +131,7 @@ def test_a_mixed_batch_leaves_no_padded_row_unwritten() -> None:
     runner = built.runner
     chunks = [decoder.chunk(1, 1, decode=True), decoder.chunk(2, 5, decode=False)]
     with runner.on_device():
-        hidden = runner.forward(chunks, [9, 8, 7, 6, 5, 4]).cpu()
+        hidden = runner.forward(chunks, [9, 8, 7, 6, 5, 4]).hidden.cpu()
     assert hidden.shape[0] == 8
     assert torch.isfinite(hidden).all()
 
