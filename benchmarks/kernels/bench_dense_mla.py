@@ -111,6 +111,7 @@ def variants(rows: int, context: int) -> list[Launch]:
         fill = max(1, 132 // rows)
         for splits in sorted({min(count, MAX_SPLITS) for count in (fill, max(1, fill // 2), 2 * fill, 4 * fill)}):
             found.append(Launch(splits, block_h, block_n, stages, warps, parted))
+            found.append(Launch(splits, 64, 64, 1, 8, False, ordered=True))
     return list(dict.fromkeys(found))
 
 
@@ -171,7 +172,7 @@ def main(path: Path) -> None:
         for us, one in sorted(timed, key=lambda pair: pair[0])[:3]:
             print(
                 f"    {us:8.1f} us  splits={one.splits} h={one.block_h} n={one.block_n} stages={one.stages} "
-                f"warps={one.warps} parted={one.parted}"
+                f"warps={one.warps} parted={one.parted} ordered={one.ordered}"
             )
         times += [{"rows": rows, "context": context, "floor": floor, "us": us, **asdict(one)} for us, one in timed]
     path.write_text(json.dumps({"dense": times, "writes": time_writes()}, indent=1))

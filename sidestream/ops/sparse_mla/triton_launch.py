@@ -24,13 +24,21 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 _LOG2_E = 1.4426950408889634
 _PROGRAMS = 132
 """Programs that run at once: one a multiprocessor of an H100 or H200."""
+_ORDERED = False
+"""Take ``triton_ordered`` where it can be taken. Off until a GPU has shown that it is right and faster."""
 _START, _MERGE, _MERGE_RUN = 128, 128, 0.4
 """Costs in rows of one program: to start one (queries, first gathers), the merge's launch, and its traffic a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Sizes of one launch, named as in ``triton_attend.attend``. ``pdl``: the merge starts while the last runs end."""
+    """Sizes of one launch, named as in ``triton_attend.attend``.
+
+    Attributes:
+        ordered: take ``triton_ordered`` for blocks of 64 heads and tiles of 64 rows; ``stages``, ``warps`` and
+            ``parted`` have no meaning then.
+        pdl: the merge starts while the last runs end.
+    """
 
     splits: int
     block_h: int
@@ -38,6 +46,7 @@ class Launch:
     stages: int
     warps: int
     parted: bool
+    ordered: bool = False
     pdl: bool = True
 
 
@@ -62,14 +71,17 @@ def splits_for(blocks: int, tiles: int, block_n: int, limit: int) -> int:
 def choose_launch(tokens: int, heads: int, places: int, layout: KVRowLayout, limit: int) -> Launch:
     """Sizes for ``tokens`` (padded) rows with up to ``places`` pool rows each; at most ``limit`` runs a token."""
     block_h = min(64, max(16, triton.next_power_of_2(heads)))
+    ordered = _ORDERED and block_h == 64 and ordered_supports(layout)
     if block_h < 64:
         block_n, stages, warps, parted = 32, 5, 4, False
+    elif ordered:
+        block_n, stages, warps, parted = 64, 1, 8, False
     elif layout.tile:
         block_n, stages, warps, parted = (64, 3, 8, True) if not layout.rope_dim else (32, 5, 8, True)
     else:
         block_n, stages, warps, parted = 32, 7 if not layout.rope_dim else 5, 8, True
     blocks, tiles = tokens * -(-heads // block_h), -(-places // block_n)
-    return Launch(splits_for(blocks, tiles, block_n, limit), block_h, block_n, stages, warps, parted)
+    return Launch(splits_for(blocks, tiles, block_n, limit), block_h, block_n, stages, warps, parted, ordered)
 
 
 def supported(q: torch.Tensor, pool: torch.Tensor, layout: KVRowLayout) -> bool:
@@ -82,6 +94,11 @@ def supported(q: torch.Tensor, pool: torch.Tensor, layout: KVRowLayout) -> bool:
     if INTERPRETED:
         return True
     return q.is_cuda and q.dtype is torch.bfloat16 and layout.dtype in (torch.bfloat16, torch.uint8)
+
+
+def ordered_supports(layout: KVRowLayout) -> bool:
+    """Whether ``triton_ordered`` has layouts for such rows."""
+    return not INTERPRETED and layout.latent_dim == 512 and layout.rope_dim in (0, 64)
 
 
 def run(
@@ -116,40 +133,39 @@ def run(
         part_lse = torch.empty(tokens, splits, heads, dtype=torch.float32, device=q.device)
     pdl = launch.pdl and splits > 1 and not INTERPRETED
     head_blocks = -(-heads // launch.block_h)
-    attend[(tokens * head_blocks, splits)](
-        q,
-        values,
-        scales,
-        ropes,
-        rows,
-        lengths.contiguous(),
-        parts,
-        part_lse,
-        q.stride(0),
-        q.stride(1),
-        rows.stride(0),
-        scale * _LOG2_E,
-        heads,
-        head_blocks,
-        block_size,
-        splits,
-        latent=latent,
-        rope=rope,
-        row_elems=values.shape[1],
-        rope_elems=ropes.shape[1],
-        tile=layout.tile,
-        mx=layout.name == "mxfp8",
-        single=splits == 1,
-        block_h=launch.block_h,
-        block_n=launch.block_n,
-        stages=launch.stages,
-        parted=launch.parted,
-        paged=block_size > 0,
-        dtype=tl.float32 if INTERPRETED else tl.bfloat16,
-        pdl=pdl,
-        num_warps=launch.warps,
-        num_stages=launch.stages,
-    )
+    grid = (tokens * head_blocks, splits)
+    arguments = (q, values, scales, ropes, rows, lengths.contiguous(), parts, part_lse)
+    numbers = (q.stride(0), q.stride(1), rows.stride(0), scale * _LOG2_E, heads, head_blocks, block_size, splits)
+    kinds = {
+        "latent": latent,
+        "rope": rope,
+        "row_elems": values.shape[1],
+        "rope_elems": ropes.shape[1],
+        "tile": layout.tile,
+        "mx": layout.name == "mxfp8",
+        "single": splits == 1,
+        "paged": block_size > 0,
+        "pdl": pdl,
+    }
+    if launch.ordered:
+        assert ordered_supports(layout), f"no ordered kernel for {layout}"
+        assert (launch.block_h, launch.block_n) == (64, 64), f"the ordered kernel has blocks of 64 x 64: {launch}"
+        from sidestream.ops.sparse_mla.triton_ordered import WARPS, attend_ordered  # for Hopper alone
+
+        attend_ordered[grid](*arguments, *numbers, **kinds, num_warps=WARPS)
+    else:
+        attend[grid](
+            *arguments,
+            *numbers,
+            **kinds,
+            block_h=launch.block_h,
+            block_n=launch.block_n,
+            stages=launch.stages,
+            parted=launch.parted,
+            dtype=tl.float32 if INTERPRETED else tl.bfloat16,
+            num_warps=launch.warps,
+            num_stages=launch.stages,
+        )
     if splits > 1:
         block_s = triton.next_power_of_2(splits)
         block_r = min(latent, max(64, 4096 // block_s))

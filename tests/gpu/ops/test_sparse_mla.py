@@ -9,6 +9,8 @@ import torch
 
 from sidestream.ops.kv_rows import KVRowLayout, kv_row_layout, pack_rows
 from sidestream.ops.sparse_mla import sparse_mla, torch_impl
+from sidestream.ops.sparse_mla.triton_impl import sparse_mla as launched
+from sidestream.ops.sparse_mla.triton_launch import Launch
 from tests.tolerances import BF16_STEPS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -126,6 +128,33 @@ def test_a_pool_beyond_two_gibibytes() -> None:
     out, _ = sparse_mla(q, pool, rows, counts=counts, scale=SCALE, layout=layout)
     want, _ = torch_impl.sparse_mla(q.float(), pool, rows, counts=counts, scale=SCALE, layout=layout)
     assert (out.float() - want).norm() <= BF16_STEPS * want.norm()
+
+
+@pytest.mark.parametrize(("name", "p"), LAYOUTS)
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (7, 64), (40, 40), (64, 128), (200, 64)])
+@pytest.mark.parametrize("splits", [1, 2, 7, 32])
+def test_the_ordered_kernel(name: str, p: int, tokens: int, heads: int, splits: int) -> None:
+    """Right, the same bits every time, and no token depends on another."""
+    layout = layout_of(name, p)
+    launch = Launch(splits, 64, 64, 1, 8, parted=False, ordered=True)
+    rows, counts = draw_rows(counts_for(tokens))
+    pool, q = pool_of(layout, rows), queries(tokens, heads, layout)
+    want, want_lse = torch_impl.sparse_mla(q.float(), pool, rows, counts=counts, scale=SCALE, layout=layout)
+    empty = counts == 0
+    for _ in range(20):
+        out, lse = launched(q, pool, rows, counts=counts, scale=SCALE, layout=layout, launch=launch)
+        assert out.isfinite().all()
+        row = want.norm(dim=2, keepdim=True).clamp_min(1e-30)
+        assert ((out.float() - want) / row).norm(dim=2).max() <= BF16_STEPS
+        assert lse is not None
+        assert want_lse is not None
+        assert torch.equal(lse[empty], want_lse[empty])
+        assert (lse - want_lse)[~empty].abs().le(BF16_STEPS).all()
+    again, _ = launched(q, pool, rows, counts=counts, scale=SCALE, layout=layout, launch=launch)
+    assert torch.equal(again, out)
+    q[1::2], counts[1::2], rows[1::2, 9:] = torch.nan, 1, -1
+    other, _ = launched(q, pool, rows, counts=counts, scale=SCALE, layout=layout, launch=launch)
+    assert torch.equal(other[::2], out[::2])
 
 
 def test_fp32_queries_run_in_torch() -> None:
