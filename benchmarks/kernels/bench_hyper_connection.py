@@ -45,10 +45,20 @@ PRODUCTS = {
     8192: [(b, s, d, w) for b, s, d, w in ((64, 4, 64, 4), (64, 2, 64, 4), (128, 4, 64, 8), (64, 4, 128, 8))],
 }
 """By rows: (block, shares, depth, warps)."""
-FINISHES = [(8, 1, False), (8, 1, True), (4, 1, True), (16, 1, True), (4, 1, False)]
-"""(warps, Sinkhorn rows, overlap), with the best products."""
-MANY_FINISHES = [(8, 64, False), (4, 64, False), (8, 128, False), (4, 32, False)]
-EXPANDS = [(512, 4), (1024, 4), (256, 2), (512, 2), (2048, 8), (4096, 8)]
+FINISHES = [
+    (8, 1, False, False),
+    (8, 1, True, False),
+    (4, 1, True, False),
+    (4, 1, True, True),
+    (8, 1, True, True),
+    (4, 1, False, False),
+]
+"""(warps, Sinkhorn rows, overlap, early), with the best products."""
+MANY_FINISHES = [(8, 64, False, False), (4, 64, False, False), (8, 128, False, False), (4, 32, False, False)]
+EXPANDS = [
+    post_kernel.Launch(*choice)
+    for choice in ((512, 4), (512, 4, True), (1024, 4), (1024, 4, True), (256, 2), (256, 2, True), (2048, 8), (4096, 8))
+]
 
 
 def arguments(rows: int, seed: int) -> dict[str, Any]:
@@ -105,7 +115,7 @@ def collapse_times(rows: int, sets: list[dict[str, Any]], deadline: float) -> di
     want = reference.hyper_connection_pre(**sets[0], **SETTINGS)
     times: dict[Launch, float] = {}
 
-    def add(products: tuple[int, int, int, int], finish: tuple[int, int, bool]) -> None:
+    def add(products: tuple[int, int, int, int], finish: tuple[int, int, bool, bool]) -> None:
         launch = Launch(*products, *finish)
         if time.monotonic() < deadline and launch not in times:
             check(sets[0], want, launch)
@@ -120,7 +130,7 @@ def collapse_times(rows: int, sets: list[dict[str, Any]], deadline: float) -> di
     return times
 
 
-def expand_times(rows: int, sets: list[dict[str, Any]]) -> dict[tuple[int, int], float]:
+def expand_times(rows: int, sets: list[dict[str, Any]]) -> dict[post_kernel.Launch, float]:
     made = sets[0]
     normed, post, mix = reference.hyper_connection_pre(**made, **SETTINGS)
     want = reference.hyper_connection_post(made["streams"], normed, post, mix=mix)
@@ -134,7 +144,7 @@ def expand_times(rows: int, sets: list[dict[str, Any]]) -> dict[tuple[int, int],
     return times
 
 
-def both(made: dict[str, Any], launch: Launch | None, expand: tuple[int, int] | None) -> torch.Tensor:
+def both(made: dict[str, Any], launch: Launch | None, expand: post_kernel.Launch | None) -> torch.Tensor:
     normed, post, mix = pre_kernel.hyper_connection_pre(**made, **SETTINGS, launch=launch)
     return post_kernel.hyper_connection_post(made["streams"], normed, post, mix=mix, launch=expand)
 

@@ -5,16 +5,28 @@ Floor at 4 streams of 4,096 bf16: 72 KB a row, 17 ns; a launch (about 1.5 us) up
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 STREAMS = 4
 
 
-def launch_for(rows: int) -> tuple[int, int]:
-    """(columns a program takes, its warps)."""
-    return (512, 4) if rows <= 16 else (1024, 4)
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """``columns`` that a program takes, its ``warps``; ``early``: started while the kernel before it ends
+    (programmatic dependent launch), it waits before it reads."""
+
+    columns: int
+    warps: int
+    early: bool = False
+
+
+def launch_for(rows: int) -> Launch:
+    return Launch(columns=512 if rows <= 16 else 1024, warps=4)
 
 
 def takes(streams: torch.Tensor, output: torch.Tensor) -> bool:
@@ -29,13 +41,15 @@ def hyper_connection_post(
     post: torch.Tensor,
     *,
     mix: torch.Tensor,
-    launch: tuple[int, int] | None = None,
+    launch: Launch | None = None,
 ) -> torch.Tensor:
     """As ``torch_impl.hyper_connection_post``, rounded once; for what ``takes`` allows."""
     T, _, H = streams.shape
-    columns, warps = launch_for(T) if launch is None else launch
+    if launch is None:
+        launch = launch_for(T)
+    early = launch.early and isinstance(_mix, triton.JITFunction)
     out = torch.empty_like(streams)
-    _mix[(T, triton.cdiv(H, columns))](
+    _mix[(T, triton.cdiv(H, launch.columns))](
         streams,
         output,
         post,
@@ -46,8 +60,10 @@ def hyper_connection_post(
         post.stride(1),
         *mix.stride(),
         H=H,
-        BLOCK=columns,
-        num_warps=warps,
+        BLOCK=launch.columns,
+        EARLY=early,
+        num_warps=launch.warps,
+        **({"launch_pdl": True} if early else {}),
     )
     return out
 
@@ -67,7 +83,10 @@ def _mix(
     mix_from: tl.tensor,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    if EARLY:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = h < H

@@ -5,7 +5,7 @@ The second adds the shares of a row in a fixed order. Some of its programs colla
 Sinkhorn, which nothing waits for but ``hyper_connection_post``: the two latencies overlap.
 
 Floor at 4 streams of 4,096 bf16: ``fn`` (1.6 MB) and 40 KB a row, 0.4 us at batch 1 and 1.0 us at 64; the two kernels'
-latencies decide: about 2 us each, of which Sinkhorn's 39 dependent divisions are 1.4. Expected: 3.5 us at batch 1, 4.5
+latencies decide: about 2 us each, of which Sinkhorn's 39 dependent divisions are 0.9. Expected: 3.5 us at batch 1, 4.5
 at 64 (with ``hyper_connection_post``, 5 and 6.5), 150 us at 8,192.
 
 The number of shares depends on the number of padded rows, so bits do.
@@ -36,7 +36,9 @@ class Launch:
         depth: elements of a share multiplied at once.
         warps: of the products; finish_warps: of the second kernel.
         sinkhorn_rows: that one program iterates, 1 or a power of two.
-        overlap: start the second kernel while the first runs (programmatic dependent launch).
+        overlap: start the second kernel while the first runs (programmatic dependent launch); it waits before it reads
+            what the first writes.
+        early: start the first kernel, likewise, while the kernel before it ends.
     """
 
     block: int
@@ -46,6 +48,7 @@ class Launch:
     finish_warps: int
     sinkhorn_rows: int = 1
     overlap: bool = False
+    early: bool = False
 
 
 def launch_for(rows: int) -> Launch:
@@ -84,7 +87,8 @@ def hyper_connection_pre(
     width = S * H
     steps = triton.cdiv(triton.cdiv(width, launch.depth), launch.shares)
     compiled = isinstance(_products, triton.JITFunction)  # else interpreted, which has no bf16 products
-    overlap = launch.overlap and compiled
+    overlap, early = launch.overlap and compiled, launch.early and compiled
+    programmatic = {"launch_pdl": True}
     partials = torch.empty(T, launch.shares, COLUMNS, dtype=torch.float32, device=streams.device)
     _products[(triton.cdiv(T, launch.block), launch.shares)](
         streams,
@@ -98,13 +102,14 @@ def hyper_connection_pre(
         STEPS=steps,
         SPLIT=compiled and streams.dtype == torch.bfloat16,
         OVERLAP=overlap,
+        EARLY=early,
         num_warps=launch.warps,
+        **(programmatic if early else {}),
     )
     normed = torch.empty(T, H, dtype=streams.dtype, device=streams.device)
     post = torch.empty(T, S, 1, dtype=torch.float32, device=streams.device)
     mix = torch.empty(T, S, S, dtype=torch.float32, device=streams.device)
     iterating = triton.cdiv(T, launch.sinkhorn_rows)
-    programmatic = {"launch_pdl": True} if overlap else {}
     _finish[(iterating + T,)](
         partials,
         streams,
@@ -123,8 +128,9 @@ def hyper_connection_pre(
         ROWS=launch.sinkhorn_rows,
         ITERS=iters,
         OVERLAP=overlap,
+        FAST=compiled,
         num_warps=launch.finish_warps,
-        **programmatic,
+        **(programmatic if overlap else {}),
     )
     return normed, post, mix
 
@@ -142,9 +148,12 @@ def _products(
     STEPS: tl.constexpr,
     SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """partials[row, share]. With ``SPLIT`` fp32 factors are three bf16 terms (24 bits), whose products with bf16
     streams are exact: matrix units then add in fp32."""
+    if EARLY:
+        gdc_wait()
     if OVERLAP:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -196,13 +205,14 @@ def _finish(
     ROWS: tl.constexpr,
     ITERS: tl.constexpr,
     OVERLAP: tl.constexpr,
+    FAST: tl.constexpr,
 ) -> None:
     """The first ``iterating`` programs take ``ROWS`` rows each through Sinkhorn, the others collapse one row each."""
     program = tl.program_id(0)
     if program < iterating:
         if OVERLAP:
             gdc_wait()
-        _spread(partials, base, post, mix, norm_eps, eps, T, 4 * H, SHARES, ROWS, ITERS)
+        _spread(partials, base, post, mix, norm_eps, eps, T, 4 * H, SHARES, ROWS, ITERS, FAST)
     else:
         row = (program - iterating).to(tl.int64)
         h = tl.arange(0, BLOCK)
@@ -243,6 +253,7 @@ def _spread(
     SHARES: tl.constexpr,
     ROWS: tl.constexpr,
     ITERS: tl.constexpr,
+    FAST: tl.constexpr,
 ) -> None:
     """post and mix of some rows. Entries are scalars for one row, a thread's own for many: no step crosses threads."""
     row = tl.program_id(0).to(tl.int64) * ROWS
@@ -267,23 +278,23 @@ def _spread(
             logit = tl.sum(tl.load(at + 4 + i, mask=there, other=0.0), axis=1) * inverse + tl.load(base + 4 + i)
             tl.store(post + row * 4 + i, tl.sigmoid(logit), mask=real)
         logits = inverse
-    a0, a1, a2, a3 = _row(logits, at, there, inverse, base, 0, eps, ROWS)
-    b0, b1, b2, b3 = _row(logits, at, there, inverse, base, 1, eps, ROWS)
-    c0, c1, c2, c3 = _row(logits, at, there, inverse, base, 2, eps, ROWS)
-    d0, d1, d2, d3 = _row(logits, at, there, inverse, base, 3, eps, ROWS)
-    a0, b0, c0, d0 = _divided(a0, b0, c0, d0, eps)
-    a1, b1, c1, d1 = _divided(a1, b1, c1, d1, eps)
-    a2, b2, c2, d2 = _divided(a2, b2, c2, d2, eps)
-    a3, b3, c3, d3 = _divided(a3, b3, c3, d3, eps)
+    a0, a1, a2, a3 = _row(logits, at, there, inverse, base, 0, eps, ROWS, FAST)
+    b0, b1, b2, b3 = _row(logits, at, there, inverse, base, 1, eps, ROWS, FAST)
+    c0, c1, c2, c3 = _row(logits, at, there, inverse, base, 2, eps, ROWS, FAST)
+    d0, d1, d2, d3 = _row(logits, at, there, inverse, base, 3, eps, ROWS, FAST)
+    a0, b0, c0, d0 = _divided(a0, b0, c0, d0, eps, FAST)
+    a1, b1, c1, d1 = _divided(a1, b1, c1, d1, eps, FAST)
+    a2, b2, c2, d2 = _divided(a2, b2, c2, d2, eps, FAST)
+    a3, b3, c3, d3 = _divided(a3, b3, c3, d3, eps, FAST)
     for _ in range(1, ITERS):
-        a0, a1, a2, a3 = _divided(a0, a1, a2, a3, eps)
-        b0, b1, b2, b3 = _divided(b0, b1, b2, b3, eps)
-        c0, c1, c2, c3 = _divided(c0, c1, c2, c3, eps)
-        d0, d1, d2, d3 = _divided(d0, d1, d2, d3, eps)
-        a0, b0, c0, d0 = _divided(a0, b0, c0, d0, eps)
-        a1, b1, c1, d1 = _divided(a1, b1, c1, d1, eps)
-        a2, b2, c2, d2 = _divided(a2, b2, c2, d2, eps)
-        a3, b3, c3, d3 = _divided(a3, b3, c3, d3, eps)
+        a0, a1, a2, a3 = _divided(a0, a1, a2, a3, eps, FAST)
+        b0, b1, b2, b3 = _divided(b0, b1, b2, b3, eps, FAST)
+        c0, c1, c2, c3 = _divided(c0, c1, c2, c3, eps, FAST)
+        d0, d1, d2, d3 = _divided(d0, d1, d2, d3, eps, FAST)
+        a0, b0, c0, d0 = _divided(a0, b0, c0, d0, eps, FAST)
+        a1, b1, c1, d1 = _divided(a1, b1, c1, d1, eps, FAST)
+        a2, b2, c2, d2 = _divided(a2, b2, c2, d2, eps, FAST)
+        a3, b3, c3, d3 = _divided(a3, b3, c3, d3, eps, FAST)
     mix += row * 16
     _store(mix, a0, b0, c0, d0, real)
     _store(mix + 4, a1, b1, c1, d1, real)
@@ -301,6 +312,7 @@ def _row(
     ROW: tl.constexpr,
     eps: tl.tensor,
     ROWS: tl.constexpr,
+    FAST: tl.constexpr,
 ) -> tl.tensor:
     """Row ``ROW`` of comb, after its softmax and ``eps``."""
     e0 = _logit(logits, at, there, inverse, base, 8 + 4 * ROW, ROWS)
@@ -308,9 +320,8 @@ def _row(
     e2 = _logit(logits, at, there, inverse, base, 10 + 4 * ROW, ROWS)
     e3 = _logit(logits, at, there, inverse, base, 11 + 4 * ROW, ROWS)
     largest = tl.maximum(tl.maximum(e0, e1), tl.maximum(e2, e3))
-    e0, e1, e2, e3 = _divided(
-        tl.exp(e0 - largest), tl.exp(e1 - largest), tl.exp(e2 - largest), tl.exp(e3 - largest), 0.0
-    )
+    e0, e1, e2, e3 = tl.exp(e0 - largest), tl.exp(e1 - largest), tl.exp(e2 - largest), tl.exp(e3 - largest)
+    e0, e1, e2, e3 = _divided(e0, e1, e2, e3, 0.0, FAST)
     return e0 + eps, e1 + eps, e2 + eps, e3 + eps
 
 
@@ -332,9 +343,15 @@ def _logit(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _divided(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, eps: tl.tensor) -> tl.tensor:
-    """Four numbers by their sum plus ``eps``."""
-    factor = 1.0 / (((a + b) + (c + d)) + eps)
+def _divided(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, eps: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
+    """Four numbers by their sum plus ``eps``. ``FAST``: the reciprocal is one instruction, within one ulp."""
+    total = ((a + b) + (c + d)) + eps
+    if FAST:
+        factor = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        factor = 1.0 / total
     return a * factor, b * factor, c * factor, d * factor
 
 

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from sidestream.ops.hyper_connection import hyper_connection_post, hyper_connection_pre, reference, triton_pre
+from sidestream.ops.hyper_connection import (
+    hyper_connection_post,
+    hyper_connection_pre,
+    reference,
+    triton_post,
+    triton_pre,
+)
 from tests.ops.operator_case import call
 from tests.tolerances import BF16_OUTPUT, FP32_GEMM, FP32_ROUNDING
 
@@ -73,16 +79,38 @@ def test_the_same_bits_every_time(rows: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_overlapping_kernels_change_nothing(overlap: bool) -> None:
-    """Partial sums of other rows lie in the same memory from call to call: a kernel that ran ahead would read them."""
-    launch = triton_pre.launch_for(8)
+@pytest.mark.parametrize(("overlap", "early"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("captured", [False, True])
+def test_overlapping_kernels_change_nothing(overlap: bool, early: bool, captured: bool) -> None:
+    """Results of other rows lie in the same memory from call to call: a kernel that ran ahead would read those."""
     calls = [inputs(8, torch.bfloat16) for _ in range(6)]
-    plain = [triton_pre.hyper_connection_pre(**made, launch=replace(launch, overlap=False)) for made in calls]
+
+    def layers(overlap: bool, early: bool) -> list[torch.Tensor]:
+        pre_launch = replace(triton_pre.launch_for(8), overlap=overlap, early=early)
+        post_launch, results = replace(triton_post.launch_for(8), early=early), []
+        for made in calls:
+            normed, post, mix = triton_pre.hyper_connection_pre(**made, launch=pre_launch)
+            results.append(
+                triton_post.hyper_connection_post(made["streams"], normed, post, mix=mix, launch=post_launch)
+            )
+        return results
+
+    want = [result.clone() for result in layers(overlap=False, early=False)]
+    replay = None
+    if captured:
+        layers(overlap, early)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = layers(overlap, early)
+        replay = graph.replay
     for _ in range(20):
-        for made, want in zip(calls, plain, strict=True):
-            got = triton_pre.hyper_connection_pre(**made, launch=replace(launch, overlap=overlap))
-            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        if replay is not None:
+            for result in got:
+                result.fill_(torch.nan)
+            replay()
+        else:
+            got = layers(overlap, early)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("rows", [6, 700])

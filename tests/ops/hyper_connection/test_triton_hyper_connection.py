@@ -75,7 +75,7 @@ def test_post_equals_the_formula(tokens: int, hidden: int, dtype: torch.dtype) -
     if INTERPRETED and dtype == torch.bfloat16:
         post, mix = post.to(dtype).float(), mix.to(dtype).float()  # the interpreter would cut them off
     assert triton_post.takes(streams, output)
-    got = triton_post.hyper_connection_post(streams, output, post, mix=mix, launch=(32, 4))
+    got = triton_post.hyper_connection_post(streams, output, post, mix=mix, launch=triton_post.Launch(32, 4))
     want = reference.hyper_connection_post(streams, output, post, mix=mix)
     assert got.dtype == dtype
     bound = FP32_ROUNDING if dtype == torch.float32 else BF16_STEPS
