@@ -50,7 +50,7 @@ EXPERT_BYTES = 3 * HIDDEN * INNER * 2
 
 UP_1 = [(8, 512, 4, 1), (4, 1024, 4, 1), (4, 512, 4, 1), (16, 256, 4, 1), (8, 1024, 8, 1), (8, 512, 4, 3)]
 UP_1 += [(16, 512, 8, 3), (8, 512, 4, 4), (8, 256, 2, 1)]
-DOWN_1 = [*UP_1, (16, 512, 4, 3), (16, 512, 8, 1), (4, 512, 2, 1)]
+DOWN_1 = [*UP_1, (16, 512, 4, 3), (4, 2048, 4, 1), (4, 512, 2, 1)]
 UP = {
     16: [(32, 128, 4, 4), (16, 256, 4, 3), (64, 128, 4, 3), (32, 256, 4, 3), (32, 64, 4, 5), (64, 64, 4, 4)],
     32: [(64, 128, 4, 3), (32, 128, 4, 4), (64, 64, 4, 4)],
@@ -63,8 +63,17 @@ DOWN = {
     64: [(128, 64, 4, 4), (256, 64, 8, 3), (128, 128, 8, 3)],
     128: [(256, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 4), (256, 64, 8, 4)],
 }
-ROWS = {4: (16,), 16: (16,), 64: (16, 32), 128: (16, 32), 512: (64, 128), 1024: (128,), 8192: (128,)}
-"""Tokens to the block heights that are tried; others take the table's alone."""
+PLAIN_16, ENGINE_16 = (16, False), (16, True)
+BLOCKS = {
+    4: (PLAIN_16, ENGINE_16),
+    16: (PLAIN_16, ENGINE_16),
+    64: (PLAIN_16, ENGINE_16, (32, False)),
+    128: (ENGINE_16, (32, False), (32, True)),
+    512: ((64, False), (64, True), (128, True)),
+    1024: ((128, False), (128, True)),
+    8192: ((128, False), (128, True)),
+}
+"""Tokens to the (rows, described) that are tried; other numbers of tokens take the table's alone."""
 LANES = [RouterTiles(r, e, d, s, 4, 1, dot=False) for r, e, d, s in ((1, 4, 512, 4), (1, 2, 1024, 4), (1, 2, 512, 8))]
 FEW_LANES = [
     RouterTiles(r, e, d, s, 4, 1, dot=False) for r, e, d, s in ((4, 4, 256, 4), (8, 4, 128, 8), (16, 4, 64, 8))
@@ -172,11 +181,14 @@ def in_fp32(
     return total
 
 
-def swept(tokens: int) -> list[tuple[int, list[Tiles], list[Tiles]]]:
-    """(block height, tiles of gate and up, tiles of down)."""
+def swept(tokens: int) -> list[tuple[int, bool, list[Tiles], list[Tiles]]]:
+    """(rows of a block, described, tiles of gate and up, tiles of down)."""
     if tokens == 1:
-        return [(1, [Tiles(*t) for t in UP_1], [Tiles(*t) for t in DOWN_1])]
-    return [(rows, [Tiles(*t) for t in UP[rows]], [Tiles(*t) for t in DOWN[rows]]) for rows in ROWS.get(tokens, ())]
+        return [(1, False, [Tiles(*t) for t in UP_1], [Tiles(*t) for t in DOWN_1])]
+    return [
+        (rows, described, [Tiles(*t) for t in UP[rows]], [Tiles(*t) for t in DOWN[rows]])
+        for rows, described in BLOCKS.get(tokens, ())
+    ]
 
 
 def launcher(tiles: ExpertTiles) -> Callable[..., torch.Tensor]:
@@ -200,20 +212,21 @@ def bench_experts(report: Report, w13: torch.Tensor, w2: torch.Tensor, tokens: i
 
         return report.add(shape, name, call, lambda: error_of(call(0), want))
 
+    def measure_tiles(tiles: ExpertTiles) -> float:
+        engine = ", described" if tiles.described else ""
+        name = f"{tiles.rows} rows, up {short(tiles.gate_up)}, down {short(tiles.down)}{engine}"
+        return measure(name, launcher(tiles))
+
     measure("torch", device_impl.grouped)
     table = expert_tiles(tokens, TOP_K, num_experts)
     measure("table", launcher(table))
-    for rows, ups, downs in swept(tokens) if sweep else ():
+    for rows, described, ups, downs in swept(tokens) if sweep else ():
         start = table.down if table.rows == rows else downs[0]
-        found = {
-            up: measure(f"{rows} rows, up {short(up)}, down {short(start)}", launcher(ExpertTiles(rows, up, start)))
-            for up in ups
-        }
+        found = {up: measure_tiles(ExpertTiles(rows, up, start, described)) for up in ups}
         best = min(found, key=lambda up: found[up])
         for down in downs:
             if down != start:
-                tiles = ExpertTiles(rows, best, down)
-                measure(f"{rows} rows, up {short(best)}, down {short(down)}", launcher(tiles))
+                measure_tiles(ExpertTiles(rows, best, down, described))
 
 
 def short(tiles: Tiles) -> str:
@@ -308,9 +321,9 @@ def jobs(expert_tokens: Iterable[int], router_tokens: Iterable[int]) -> Iterator
     for tokens in expert_tokens:
         enough = tokens if tokens == 1 else 2 if tokens <= triton_grouped.FP32_PARTIAL_TOKENS else 65
         yield enough, 1, expert_tiles(tokens, TOP_K, 64)
-        for rows, ups, downs in swept(tokens):
+        for rows, described, ups, downs in swept(tokens):
             for i in range(max(len(ups), len(downs))):
-                yield enough, 1, ExpertTiles(rows, ups[i % len(ups)], downs[i % len(downs)])
+                yield enough, 1, ExpertTiles(rows, ups[i % len(ups)], downs[i % len(downs)], described)
     for tokens in router_tokens:
         for tiles in routers(tokens):
             for num_experts in ROUTED:

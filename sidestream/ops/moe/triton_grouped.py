@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sidestream.ops.moe.triton_swiglu import clamped_swiglu
 from sidestream.ops.moe.triton_tiles import ExpertTiles, dividing
@@ -48,7 +49,7 @@ def experts(
     blocks = routed_blocks + num_shared * shared_blocks
     order = torch.empty(routed_blocks * rows, dtype=torch.int32, device=x.device)
     block_expert = torch.empty(routed_blocks, dtype=torch.int32, device=x.device)
-    hidden = torch.empty(pairs + num_shared * T, inner, dtype=x.dtype, device=x.device)
+    hidden = torch.empty(blocks * rows, inner, dtype=x.dtype, device=x.device)
     dtype = torch.float32 if T <= FP32_PARTIAL_TOKENS else x.dtype
     partial = torch.empty(pairs + num_shared * T, H, dtype=dtype, device=x.device)
     out = torch.empty(T, H, dtype=x.dtype, device=x.device)
@@ -67,7 +68,7 @@ def experts(
     columns, depth = dividing(inner, tiles.gate_up.columns), dividing(H, tiles.gate_up.depth)
     _gate_up[(blocks * (inner // columns),)](
         x,
-        w13,
+        _described(w13.view(-1, H), columns, depth) if tiles.described else w13,
         hidden,
         *where,
         x.stride(0),
@@ -80,13 +81,14 @@ def experts(
         DEPTH=depth,
         LIMITED=swiglu_limit is not None,
         UPCAST=UPCAST,
+        DESCRIBED=tiles.described,
         num_warps=tiles.gate_up.warps,
         num_stages=tiles.gate_up.stages,
     )
     columns, depth = dividing(H, tiles.down.columns), dividing(inner, tiles.down.depth)
     _down[(blocks * (H // columns),)](
-        hidden,
-        w2,
+        _described(hidden, rows, depth) if tiles.described else hidden,
+        _described(w2.view(-1, inner), columns, depth) if tiles.described else w2,
         partial,
         *where,
         TOP_K=top_k,
@@ -96,6 +98,7 @@ def experts(
         COLUMNS=columns,
         DEPTH=depth,
         UPCAST=UPCAST,
+        DESCRIBED=tiles.described,
         num_warps=tiles.down.warps,
         num_stages=tiles.down.stages,
     )
@@ -104,6 +107,11 @@ def experts(
         partial, weights.contiguous(), out, T, H=H, TOP_K=top_k, SHARED=num_shared, BLOCK=block, num_warps=4
     )
     return out
+
+
+def _described(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """For loads of [rows, columns] from a contiguous matrix."""
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_experts", "num_blocks"])  # type: ignore[untyped-decorator]
@@ -206,10 +214,12 @@ def _gate_up(
     DEPTH: tl.constexpr,
     LIMITED: tl.constexpr,
     UPCAST: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ) -> None:
-    """hidden [pairs, INNER] = SwiGLU of the pairs' gate and up, COLUMNS of each a program.
+    """hidden [blocks * ROWS, INNER] = SwiGLU of the pairs' gate and up, COLUMNS of each a program.
 
-    Neighbouring programs share a block's rows, and then an expert's weights, so that both stay in the L2 cache.
+    Rows without a pair become zeros. Neighbouring programs share a block's rows, and then an expert's weights, so that
+    both stay in the L2 cache.
     """
     block, part = tl.program_id(0) // (INNER // COLUMNS), tl.program_id(0) % (INNER // COLUMNS)
     expert, pair, token = _block(
@@ -220,19 +230,26 @@ def _gate_up(
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
     x_at = x + token.to(tl.int64)[:, None] * x_stride + k[None, :]
-    gate_at = w13 + expert.to(tl.int64) * (2 * INNER * H) + column[None, :] * H + k[:, None]
     there = (pair >= 0)[:, None]
     gate = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for _ in range(0, H, DEPTH):
-        row = tl.load(x_at, mask=there, other=0.0)
-        gate = _dot(row, tl.load(gate_at), gate, UPCAST)
-        up = _dot(row, tl.load(gate_at + INNER * H), up, UPCAST)
-        x_at += DEPTH
-        gate_at += DEPTH
+    if DESCRIBED:
+        first = expert * (2 * INNER) + part * COLUMNS
+        for depth in range(0, H, DEPTH):
+            row = tl.load(x_at + depth, mask=there, other=0.0)
+            gate = _dot(row, w13.load([first, depth]).T, gate, UPCAST)
+            up = _dot(row, w13.load([first + INNER, depth]).T, up, UPCAST)
+    else:
+        gate_at = w13 + expert.to(tl.int64) * (2 * INNER * H) + column[None, :] * H + k[:, None]
+        for _ in range(0, H, DEPTH):
+            row = tl.load(x_at, mask=there, other=0.0)
+            gate = _dot(row, tl.load(gate_at), gate, UPCAST)
+            up = _dot(row, tl.load(gate_at + INNER * H), up, UPCAST)
+            x_at += DEPTH
+            gate_at += DEPTH
     value = clamped_swiglu(gate, up, limit, LIMITED)
-    at = hidden + pair.to(tl.int64)[:, None] * INNER + column[None, :]
-    tl.store(at, value.to(hidden.dtype.element_ty), mask=there)
+    slot = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tl.store(hidden + slot[:, None] * INNER + column[None, :], value.to(hidden.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["tokens", "routed_blocks", "shared_blocks", "num_experts"])  # type: ignore[untyped-decorator]
@@ -253,24 +270,30 @@ def _down(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     UPCAST: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ) -> None:
-    """partial [pairs, H] = hidden [pairs, INNER] through their experts' w2, without the routing weight."""
+    """partial [pairs, H] = hidden through their experts' w2, without the routing weight."""
     block, part = tl.program_id(0) // (H // COLUMNS), tl.program_id(0) % (H // COLUMNS)
     expert, pair, _ = _block(block, order, block_expert, tokens, routed_blocks, shared_blocks, num_experts, TOP_K, ROWS)
     if expert < 0:
         return
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
-    hidden_at = hidden + tl.maximum(pair, 0).to(tl.int64)[:, None] * INNER + k[None, :]
-    w2_at = w2 + expert.to(tl.int64) * (H * INNER) + column[None, :] * INNER + k[:, None]
-    there = (pair >= 0)[:, None]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for _step in range(0, INNER, DEPTH):
-        total = _dot(tl.load(hidden_at, mask=there, other=0.0), tl.load(w2_at), total, UPCAST)
-        hidden_at += DEPTH
-        w2_at += DEPTH
+    if DESCRIBED:
+        first = expert * H + part * COLUMNS
+        for depth in range(0, INNER, DEPTH):
+            total = _dot(hidden.load([block * ROWS, depth]), w2.load([first, depth]).T, total, UPCAST)
+    else:
+        slot = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        hidden_at = hidden + slot[:, None] * INNER + k[None, :]
+        w2_at = w2 + expert.to(tl.int64) * (H * INNER) + column[None, :] * INNER + k[:, None]
+        for _step in range(0, INNER, DEPTH):
+            total = _dot(tl.load(hidden_at), tl.load(w2_at), total, UPCAST)
+            hidden_at += DEPTH
+            w2_at += DEPTH
     at = partial + pair.to(tl.int64)[:, None] * H + column[None, :]
-    tl.store(at, total.to(partial.dtype.element_ty), mask=there)
+    tl.store(at, total.to(partial.dtype.element_ty), mask=(pair >= 0)[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]

@@ -33,11 +33,13 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """``rows`` pairs of one expert share a program of both products."""
+    """``rows`` pairs of one expert share a program of both products. ``described``: weights and activations that lie
+    as they are needed come by the copy engine (tensor descriptors), which costs the host a few us a launch."""
 
     rows: int
     gate_up: Tiles
     down: Tiles
+    described: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,9 @@ class RouterTiles:
     choice_warps: int = 2
 
 
-ONE_TOKEN = ExpertTiles(1, Tiles(8, 512, 4, 1), Tiles(8, 512, 4, 1))
-"""A single token needs no tile of rows: products are sums of rows times the token."""
+ONE_TOKEN = ExpertTiles(1, Tiles(8, 512, 4, 1), Tiles(8, 512, 4, 4))
+"""A single token needs no tile of rows: products are sums of rows times the token. Down has four programs of 8 columns
+a multiprocessor at H = 4,096, so bytes in flight (20 a cycle are wanted) come from its stages."""
 
 EXPERT_TILES = (
     (10, ExpertTiles(16, Tiles(32, 128, 4, 4), Tiles(64, 128, 4, 4))),

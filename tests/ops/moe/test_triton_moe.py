@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -116,22 +117,25 @@ def test_few_tokens_equal_token_by_token(tokens: int, num_shared: int, limit: fl
     torch.testing.assert_close(got, reference.experts(x, **named), rtol=0, atol=atol)
 
 
+@pytest.mark.parametrize("described", [False, True])
 @pytest.mark.parametrize(("tokens", "num_shared"), [(7, 1), (20, 2), (70, 1)])  # 70: the partial sums are bf16
-def test_grouped_tokens_equal_token_by_token(tokens: int, num_shared: int) -> None:
+def test_grouped_tokens_equal_token_by_token(tokens: int, num_shared: int, described: bool) -> None:
     x, named = inputs(tokens, torch.bfloat16, num_shared=num_shared)
     named["ids"][: tokens - 2, 0] = 2  # more rows than one block holds, and a place that is not distinct any more
     named["ids"][: tokens - 2, 1:] = torch.tensor([6, 0])
-    torch.testing.assert_close(through(x, named), reference.experts(x, **named), rtol=0, atol=BF16_STEPS)
+    got = through(x, named, replace(SMALL, described=described))
+    torch.testing.assert_close(got, reference.experts(x, **named), rtol=0, atol=BF16_STEPS)
 
 
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_experts_that_nobody_chose_are_not_read(tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "described"), [(1, False), (5, False), (5, True)])
+def test_experts_that_nobody_chose_are_not_read(tokens: int, described: bool) -> None:
     x, named = inputs(tokens, torch.bfloat16, num_shared=1)
     named["ids"] = torch.tensor([[1, 4, 6]]).repeat(tokens, 1)
-    clean = through(x, named)
+    tiles = replace(SMALL, described=described)
+    clean = through(x, named, tiles)
     for expert in (0, 2, 3, 5, 7):
         named["w13"][expert], named["w2"][expert] = torch.nan, torch.nan
-    assert torch.equal(through(x, named), clean)
+    assert torch.equal(through(x, named, tiles), clean)
 
 
 def test_bits_of_a_row_depend_on_the_row_alone() -> None:
