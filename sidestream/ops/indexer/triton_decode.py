@@ -72,7 +72,7 @@ def _pages(table, tile, capacity, table_col, PER_BLOCK: tl.constexpr, BLOCK: tl.
     return tl.load(table + (entry // PER_BLOCK) * table_col, mask=entry < capacity, other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity", "picks", "splits"])
 def _scores_kernel(
     q, weights, keys, table, lens, scores, tickets,
     q_row, q_head, q_dim, weights_row, weights_head, key_block, key_entry, key_dim, table_row, table_col, lens_stride,

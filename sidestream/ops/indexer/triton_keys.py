@@ -74,7 +74,7 @@ def _write_pools_kernel(
     tl.store(tail + keep * tail_row + DIM + dims, own_gate.to(tail.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _write_keys_kernel(
     keys, rows, k, keys_row, keys_dim, rows_stride, k_row, k_dim, count, dim,
     ROWS: tl.constexpr, DIM: tl.constexpr, PDL: tl.constexpr,

@@ -157,7 +157,7 @@ def _merge(
     _emit(chosen, places, entries, row, to, KPOOL, PER_BLOCK, MAP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity", "picks", "held"])
 def _select_kernel(
     scores, lens, out, held_keys, held_entries, tickets, table, physical, counts,
     scores_row, scores_col, lens_stride, out_row, out_col, table_row, table_col, rows_row, rows_col, counts_stride,
@@ -209,7 +209,7 @@ def _select_kernel(
                     _merge(held_keys, held_entries, row, valid, picks, held, to, KPOOL, PER_BLOCK, CHUNK, MERGE, MAP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity", "picks", "held"])
 def _merge_kernel(
     lens, out, held_keys, held_entries, table, physical,
     lens_stride, out_row, out_col, table_row, table_col, rows_row, rows_col, capacity, picks, held,
