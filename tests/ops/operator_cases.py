@@ -11,13 +11,38 @@ from collections.abc import Callable, Iterator
 import torch
 
 from sidestream.core.segment import Segment
-from sidestream.ops import dense_mla, hyper_connection, index_map, indexer, kda, kv_rows, moe, norm, rope, sparse_mla
+from sidestream.ops import (
+    dense_mla,
+    hyper_connection,
+    index_map,
+    indexer,
+    kda,
+    kv_rows,
+    moe,
+    norm,
+    rope,
+    sampled_tokens,
+    sparse_mla,
+)
 from sidestream.ops import topk as topk_ops
 from tests.ops.operator_case import Arguments, Case
 from tests.ops.uniform_step import BLOCK, COLUMNS, ROWS, SLOTS, TOPK, TRUE_ROWS, Step
 
 HEADS, DIM, LATENT, HIDDEN = 3, 12, 32, 24
-MODULES = (dense_mla, hyper_connection, index_map, indexer, kda, kv_rows, moe, norm, rope, sparse_mla, topk_ops)
+MODULES = (
+    dense_mla,
+    hyper_connection,
+    index_map,
+    indexer,
+    kda,
+    kv_rows,
+    moe,
+    norm,
+    rope,
+    sampled_tokens,
+    sparse_mla,
+    topk_ops,
+)
 """Importing them is what fills ``OPERATORS``."""
 
 
@@ -243,6 +268,16 @@ def map_case(seed: int) -> Arguments:
     }
 
 
+def sampled_case(seed: int) -> Arguments:
+    step = Step(seed)
+    sources = torch.where(torch.arange(ROWS) % 3 == seed % 3, -1, torch.arange(ROWS).flip(0))
+    return {
+        "token_ids": torch.arange(100, 100 + ROWS),
+        "sources": sources,
+        "sampled": (step.randn(ROWS) * 1000).long(),
+    }
+
+
 def layout_of(name: str) -> kv_rows.KVRowLayout:
     rope_dim = 0 if name == "mxfp8" else 4
     return kv_rows.kv_row_layout(name, latent_dim=LATENT, rope_dim=rope_dim, model_dtype=torch.float32)
@@ -356,6 +391,7 @@ def _cases() -> Iterator[Case]:
     for size in (40, 400):
         yield Case("topk.topk_ascending", str(size), topk_case(size))
     yield Case("index_map.logical_to_physical", "", map_case)
+    yield Case("sampled_tokens.fill_sampled", "", sampled_case)
     for layout in kv_rows.KV_ROW_LAYOUTS:
         yield Case("kv_rows.write_rows", layout, write_rows_case(layout))
         yield Case("sparse_mla.sparse_mla", layout, sparse_case(layout))
