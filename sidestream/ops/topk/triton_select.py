@@ -121,21 +121,27 @@ def _unfinished(
 
 
 @triton.jit
-def _block_of_keys(scores, valid, scores_col, BLOCK: tl.constexpr):
-    """Keys of a row's next BLOCK scores, of which ``valid`` are seen."""
+def _load_block(scores, count, scores_col, BLOCK: tl.constexpr):
+    """A row's next BLOCK scores, of which ``count`` exist."""
+    step = tl.arange(0, BLOCK)
+    return tl.load(scores + step.to(tl.int64) * scores_col, mask=step < count, other=0.0)
+
+
+@triton.jit
+def _keys_of(raw, valid, BLOCK: tl.constexpr):
+    """Keys of a block of scores, of which ``valid`` are seen."""
     step = tl.arange(0, BLOCK)
     seen = step < valid
-    raw = tl.load(scores + step.to(tl.int64) * scores_col, mask=seen, other=0.0)
     return tl.where(seen, ordered_keys(raw), LOWEST), seen, step
 
 
 @triton.jit
 def _whole(
-    scores, scores_col, row, valid, picks, to,
+    raw, row, valid, picks, to,
     KPOOL: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr, MAP: tl.constexpr,
 ):  # fmt: skip
     """Select from a row that fits one block."""
-    keys, seen, entries = _block_of_keys(scores, valid, scores_col, BLOCK)
+    keys, seen, entries = _keys_of(raw, valid, BLOCK)
     chosen, places = places_of_best(keys, seen, valid, picks)
     _emit(chosen, places, entries, row, to, KPOOL, PER_BLOCK, MAP)
 
@@ -171,6 +177,9 @@ def _select_kernel(
     to = (out, table, physical, out_row, out_col, table_row, table_col, rows_row, rows_col)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
+    # Asked for together with the length, and dropped if that is another: most rows are waited for once, not twice.
+    scores += row * scores_row
+    early = _load_block(scores, tl.where(chunk == 0, capacity, 0), scores_col, SMALL)
     length = tl.load(lens + row * lens_stride)
     if KPOOL == 1:
         length = tl.minimum(length, capacity)
@@ -186,15 +195,15 @@ def _select_kernel(
         if MAP:
             tl.store(counts + row * counts_stride, tl.minimum(length, picks * KPOOL + length % KPOOL))
     if (valid > picks) & (first < valid):
-        scores += row * scores_row
         if valid <= SMALL:
-            _whole(scores, scores_col, row, valid, picks, to, KPOOL, PER_BLOCK, SMALL, MAP)
+            _whole(early, row, valid, picks, to, KPOOL, PER_BLOCK, SMALL, MAP)
         elif SMALL < CHUNK and valid <= CHUNK:
-            _whole(scores, scores_col, row, valid, picks, to, KPOOL, PER_BLOCK, CHUNK, MAP)
+            raw = _load_block(scores, valid, scores_col, CHUNK)
+            _whole(raw, row, valid, picks, to, KPOOL, PER_BLOCK, CHUNK, MAP)
         elif MERGE > 0:
             here = tl.minimum(valid - first, CHUNK)
             begin = scores + first.to(tl.int64) * scores_col
-            keys, seen, entries = _block_of_keys(begin, here, scores_col, CHUNK)
+            keys, seen, entries = _keys_of(_load_block(begin, here, scores_col, CHUNK), here, CHUNK)
             chosen, places = places_of_best(keys, seen, here, tl.minimum(picks, here))
             slot = row * held + chunk * picks + places
             tl.store(held_keys + slot, keys, mask=chosen)
@@ -252,8 +261,8 @@ def select_rows(
     """Fill rows of ``out`` with the tokens of the best ``picks`` entries and of the unfinished pool, -1 behind.
 
     Args:
-        scores: [T, N] fp32, any strides, read up to ``lens // kpool`` of each row, and not where that is at most
-            ``picks``; ``plan`` was made for N.
+        scores: [T, N] fp32, any strides; what stands behind ``lens // kpool`` never matters, nor does a row where that
+            is at most ``picks``. ``plan`` was made for N.
         lens: [T] int64 tokens a row sees; at token granularity at most N count.
         out: [T, picks * kpool + kpool - 1] int32, all written.
         per_block: entries a block; matters with ``physical`` only.
