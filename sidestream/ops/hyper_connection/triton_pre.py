@@ -135,7 +135,7 @@ def hyper_connection_pre(
     return normed, post, mix
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["T"])  # type: ignore[untyped-decorator]
 def _products(
     streams: tl.tensor,
     fn: tl.tensor,
@@ -186,7 +186,7 @@ def _products(
     tl.store(partials + at, result, mask=(row < T)[:, None])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["T", "iterating"])  # type: ignore[untyped-decorator]
 def _finish(
     partials: tl.tensor,
     streams: tl.tensor,

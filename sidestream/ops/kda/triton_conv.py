@@ -79,7 +79,7 @@ def log_decay(raw: tl.tensor, rate: tl.tensor, lower_bound: tl.tensor, BOUNDED: 
     return decay
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["T"])  # type: ignore[untyped-decorator]
 def _convolve(
     x: tl.tensor,
     state: tl.tensor,

@@ -143,7 +143,7 @@ def convolved(
     return total * tl.sigmoid(total)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["expanded_part"])  # type: ignore[untyped-decorator]
 def _decode_step(
     projected: tl.tensor,
     conv_state: tl.tensor,

@@ -67,7 +67,7 @@ def recurrent(
     return out
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["n"])  # type: ignore[untyped-decorator]
 def _recurrent(
     q: tl.tensor,
     k: tl.tensor,

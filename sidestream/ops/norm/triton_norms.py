@@ -54,7 +54,7 @@ def _plan(x: torch.Tensor) -> tuple[torch.Tensor, int, dict[str, Any]]:
     width = x.shape[-1]
     rows = x.numel() // width
     block = triton.next_power_of_2(width)
-    together = max(1, min(TILE // block, triton.next_power_of_2(rows)))
+    together = max(1, TILE // block)  # whatever the rows: no number of them may ask for a compilation of its own
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch = {
         "grid": (triton.cdiv(rows, together),),
@@ -77,7 +77,7 @@ def _places(rows: tl.tensor, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.
     return row, column, (row < rows) & (column < WIDTH)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _rms_norm(
     x: tl.tensor,
     weight: tl.tensor,
@@ -100,7 +100,7 @@ def _rms_norm(
     tl.store(out + row * WIDTH + column, (normed * scale).to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _layer_norm(
     x: tl.tensor,
     weight: tl.tensor,
@@ -126,7 +126,7 @@ def _layer_norm(
     tl.store(out + row * WIDTH + column, (centred * inverse * scale + shift).to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _gated_rms_norm(
     x: tl.tensor,
     gate: tl.tensor,
