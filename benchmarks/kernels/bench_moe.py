@@ -213,13 +213,14 @@ def bench_experts(report: Report, w13: torch.Tensor, w2: torch.Tensor, tokens: i
         return report.add(shape, name, call, lambda: error_of(call(0), want))
 
     def measure_tiles(tiles: ExpertTiles) -> float:
-        engine = ", described" if tiles.described else ""
-        name = f"{tiles.rows} rows, up {short(tiles.gate_up)}, down {short(tiles.down)}{engine}"
+        ways = (", described" if tiles.described else "") + (", pdl" if tiles.pdl else "")
+        name = f"{tiles.rows} rows, up {short(tiles.gate_up)}, down {short(tiles.down)}{ways}"
         return measure(name, launcher(tiles))
 
     measure("torch", device_impl.grouped)
     table = expert_tiles(tokens, TOP_K, num_experts)
     measure("table", launcher(table))
+    measure_tiles(replace(table, pdl=True))
     for rows, described, ups, downs in swept(tokens) if sweep else ():
         start = table.down if table.rows == rows else downs[0]
         found = {up: measure_tiles(ExpertTiles(rows, up, start, described)) for up in ups}
@@ -235,7 +236,9 @@ def short(tiles: Tiles) -> str:
 
 def routers(tokens: int) -> list[RouterTiles]:
     tried = LANES if tokens == 1 else [*FEW_LANES, *DOTS] if tokens <= 16 else DOTS if tokens <= 256 else []
-    return [*tried, *(replace(LANES[0], choice_warps=warps) for warps in (1, 4) if tokens == 1)]
+    table = router_tiles(tokens)
+    other = [replace(table, pdl=True)] if table is not None else []
+    return [*tried, *other, *(replace(LANES[0], choice_warps=warps) for warps in (1, 4) if tokens == 1)]
 
 
 def bench_route(report: Report, num_experts: int, tokens: int) -> None:
@@ -320,7 +323,8 @@ def compile_one(job: Job) -> None:
 def jobs(expert_tokens: Iterable[int], router_tokens: Iterable[int]) -> Iterator[Job]:
     for tokens in expert_tokens:
         enough = tokens if tokens == 1 else 2 if tokens <= triton_grouped.FP32_PARTIAL_TOKENS else 65
-        yield enough, 1, expert_tiles(tokens, TOP_K, 64)
+        for pdl in (False, True):
+            yield enough, 1, replace(expert_tiles(tokens, TOP_K, 64), pdl=pdl)
         for rows, described, ups, downs in swept(tokens):
             for i in range(max(len(ups), len(downs))):
                 yield enough, 1, ExpertTiles(rows, ups[i % len(ups)], downs[i % len(downs)], described)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sidestream.ops.moe.triton_swiglu import clamped_swiglu
@@ -63,6 +64,8 @@ def experts(
         ROWS=rows,
         BINS=triton.next_power_of_2(num_experts + 1),
         CHUNK=128 if pairs <= 128 else 1024,
+        PDL=tiles.pdl,
+        launch_pdl=tiles.pdl,
     )
     where = (order, block_expert, T, routed_blocks, shared_blocks, num_experts)
     columns, depth = dividing(inner, tiles.gate_up.columns), dividing(H, tiles.gate_up.depth)
@@ -82,6 +85,8 @@ def experts(
         LIMITED=swiglu_limit is not None,
         UPCAST=UPCAST,
         DESCRIBED=tiles.described,
+        PDL=tiles.pdl,
+        launch_pdl=tiles.pdl,
         num_warps=tiles.gate_up.warps,
         num_stages=tiles.gate_up.stages,
     )
@@ -99,12 +104,24 @@ def experts(
         DEPTH=depth,
         UPCAST=UPCAST,
         DESCRIBED=tiles.described,
+        PDL=tiles.pdl,
+        launch_pdl=tiles.pdl,
         num_warps=tiles.down.warps,
         num_stages=tiles.down.stages,
     )
     block = dividing(H, 1024 if T > 64 else 256)
     _sum[(T, H // block)](
-        partial, weights.contiguous(), out, T, H=H, TOP_K=top_k, SHARED=num_shared, BLOCK=block, num_warps=4
+        partial,
+        weights.contiguous(),
+        out,
+        T,
+        H=H,
+        TOP_K=top_k,
+        SHARED=num_shared,
+        BLOCK=block,
+        PDL=tiles.pdl,
+        launch_pdl=tiles.pdl,
+        num_warps=4,
     )
     return out
 
@@ -125,12 +142,16 @@ def _plan(
     ROWS: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Program e places the pairs of expert e, ascending, behind the blocks of the experts before it.
 
     Writes ``order`` [num_blocks * ROWS], -1 where a block has no pair, and ``block_expert`` [num_blocks], -1 where no
     block is needed. ``order`` is left unwritten there. BINS is more than the number of experts.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     lane = tl.arange(0, CHUNK)
@@ -215,12 +236,16 @@ def _gate_up(
     LIMITED: tl.constexpr,
     UPCAST: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """hidden [blocks * ROWS, INNER] = SwiGLU of the pairs' gate and up, COLUMNS of each a program.
 
     Rows without a pair become zeros. Neighbouring programs share a block's rows, and then an expert's weights, so that
     both stay in the L2 cache.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     block, part = tl.program_id(0) // (INNER // COLUMNS), tl.program_id(0) % (INNER // COLUMNS)
     expert, pair, token = _block(
         block, order, block_expert, tokens, routed_blocks, shared_blocks, num_experts, TOP_K, ROWS
@@ -271,8 +296,12 @@ def _down(
     DEPTH: tl.constexpr,
     UPCAST: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """partial [pairs, H] = hidden through their experts' w2, without the routing weight."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     block, part = tl.program_id(0) // (H // COLUMNS), tl.program_id(0) % (H // COLUMNS)
     expert, pair, _ = _block(block, order, block_expert, tokens, routed_blocks, shared_blocks, num_experts, TOP_K, ROWS)
     if expert < 0:
@@ -306,8 +335,12 @@ def _sum(
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """out [tokens, H] = weights * partial over a token's choice in its order, then its shared experts, in fp32."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)

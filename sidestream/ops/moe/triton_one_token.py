@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.ops.moe.triton_swiglu import clamped_swiglu
 from sidestream.ops.moe.triton_tiles import ExpertTiles, dividing
@@ -48,6 +49,8 @@ def experts(
         DEPTH=dividing(H, tiles.gate_up.depth),
         LIMITED=swiglu_limit is not None,
         STAGES=tiles.gate_up.stages,
+        PDL=tiles.pdl,
+        launch_pdl=tiles.pdl,
         num_warps=tiles.gate_up.warps,
     )
     _down_one[(H // down_columns,)](
@@ -64,6 +67,8 @@ def experts(
         COLUMNS=down_columns,
         DEPTH=dividing(inner, tiles.down.depth),
         STAGES=tiles.down.stages,
+        PDL=tiles.pdl,
+        launch_pdl=tiles.pdl,
         num_warps=tiles.down.warps,
     )
     return out
@@ -92,8 +97,12 @@ def _gate_up_one(
     DEPTH: tl.constexpr,
     LIMITED: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """hidden [slots, INNER]: COLUMNS rows of gate and of up a program, whole rows."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     slot, part = tl.program_id(0) // (INNER // COLUMNS), tl.program_id(0) % (INNER // COLUMNS)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
@@ -123,11 +132,15 @@ def _down_one(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """out [H]: COLUMNS of it a program, over all experts in the order of the choice, shared ones last.
 
     The experts' weighted results are one sum of SLOTS * INNER products, so nothing is added between programs.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
     total = tl.zeros([COLUMNS, DEPTH], tl.float32)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.ops.moe.triton_tiles import RouterTiles, dividing
 
@@ -33,6 +34,7 @@ def route(
     """
     T, H = x.shape
     E = weight.shape[0]
+    pdl = tiles is not None and tiles.pdl
     if tiles is None:
         parts = torch.nn.functional.linear(x.float(), weight).unsqueeze(0)
     else:
@@ -53,6 +55,8 @@ def route(
             STEPS=H // depth // splits,
             DOT=tiles.dot,
             STAGES=tiles.stages,
+            PDL=pdl,
+            launch_pdl=pdl,
             num_warps=tiles.warps,
         )
     weights = torch.empty(T, top_k, dtype=torch.float32, device=x.device)
@@ -76,6 +80,8 @@ def route(
         GROUPS=triton.next_power_of_2(num_groups),
         SIZE=triton.next_power_of_2(size),
         PLACES=triton.next_power_of_2(top_k),
+        PDL=pdl,
+        launch_pdl=pdl,
         num_warps=1 if tiles is None else tiles.choice_warps,
     )
     return weights, ids
@@ -96,8 +102,12 @@ def _scores(
     STEPS: tl.constexpr,
     DOT: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """parts [splits, tokens, num_experts]: x times weight over STEPS * DEPTH of the depth a split."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     split = tl.program_id(1)
     token = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -154,8 +164,12 @@ def _choose(
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
     PLACES: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """One token: experts lie as [GROUPS, SIZE], so that a group's best two are maxima over an axis."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, GROUPS), tl.arange(0, SIZE)
     there = (group[:, None] < num_groups) & (member[None, :] < size)

@@ -34,12 +34,14 @@ class Tiles:
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
     """``rows`` pairs of one expert share a program of both products. ``described``: weights and activations that lie
-    as they are needed come by the copy engine (tensor descriptors), which costs the host a few us a launch."""
+    as they are needed come by the copy engine (tensor descriptors), which costs the host a few us a launch.
+    ``pdl``: kernels are launched while those before them still run, and wait there (programmatic dependent launch)."""
 
     rows: int
     gate_up: Tiles
     down: Tiles
     described: bool = False
+    pdl: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class RouterTiles:
     stages: int
     dot: bool
     choice_warps: int = 2
+    pdl: bool = False
 
 
 ONE_TOKEN = ExpertTiles(1, Tiles(8, 512, 4, 1), Tiles(8, 512, 4, 4))

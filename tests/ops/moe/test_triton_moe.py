@@ -159,7 +159,7 @@ def test_plan_places_every_pair_once(pairs: int, num_experts: int, rows: int) ->
     num_blocks = (pairs + min(num_experts, pairs) * (rows - 1)) // rows
     order = torch.full((num_blocks * rows,), 77_777_777, dtype=torch.int32, device=DEVICE)
     block_expert = torch.full((num_blocks,), 99, dtype=torch.int32, device=DEVICE)
-    sizes = {"ROWS": rows, "BINS": 16, "CHUNK": min(1024, max(32, 1 << (pairs - 1).bit_length()))}
+    sizes = {"ROWS": rows, "BINS": 16, "CHUNK": min(1024, max(32, 1 << (pairs - 1).bit_length())), "PDL": False}
     triton_grouped._plan[(num_experts,)](ids.to(DEVICE), order, block_expert, pairs, num_experts, num_blocks, **sizes)
     want: list[tuple[int, list[int]]] = []
     for expert in range(num_experts):
