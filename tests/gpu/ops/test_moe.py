@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from sidestream.ops.moe import experts, reference, route, swiglu, torch_impl
+from sidestream.ops.moe.triton_tiles import EXPERT_TILES, MANY_ROWS, ONE_TOKEN, ExpertTiles
 from tests.tolerances import BF16_OUTPUT, BF16_STEPS, FP32_GEMM, FP32_ROUNDING
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -100,6 +102,33 @@ def test_experts_repeat_bit_for_bit_and_in_a_graph(w13: torch.Tensor, w2: torch.
     out.fill_(torch.nan)
     graph.replay()
     assert torch.equal(out, other_want)
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("described", [False, True])
+@pytest.mark.parametrize("tiles", [tiles for _, tiles in EXPERT_TILES] + [MANY_ROWS, ONE_TOKEN])
+def test_every_way_of_launching(
+    w13: torch.Tensor, w2: torch.Tensor, tiles: ExpertTiles, described: bool, pdl: bool
+) -> None:
+    """Those that the table leaves out too. Calls follow each other in a graph, as kernels that overlap must."""
+    tiles = replace(tiles, described=described, pdl=pdl)
+    tokens = 1 if tiles.rows == 1 else 3 * tiles.rows
+    from sidestream.ops.moe import triton_grouped, triton_one_token
+
+    module = triton_one_token if tokens == 1 else triton_grouped
+    inputs = [(draw(tokens, HIDDEN), chosen(tokens)) for _ in range(4)]
+
+    def run() -> torch.Tensor:
+        return torch.stack(
+            [module.experts(x, w13, w2, **named, swiglu_limit=LIMIT, tiles=tiles) for x, named in inputs]
+        )
+
+    graph, out = replayed(run)
+    for _ in range(5):
+        out.fill_(torch.nan)
+        graph.replay()
+        for got, (x, named) in zip(out, inputs, strict=True):
+            torch.testing.assert_close(got.float(), in_fp32(x, w13, w2, named), rtol=0, atol=BF16_STEPS)
 
 
 @pytest.mark.parametrize("tokens", [5, 16, 40, 300])
