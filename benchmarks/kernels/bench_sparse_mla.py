@@ -173,7 +173,7 @@ def time_us(shape: Shape, launch: Launch, pools: dict[tuple[str, int], torch.Ten
     inputs = [
         (
             torch.randn(shape.tokens, shape.heads, LATENT + shape.rope, device="cuda").bfloat16(),
-            rows_of(shape.tokens, shape.width, pool.shape[0] if shape.tokens < 1000 else 65_536),
+            rows_of(shape.tokens, shape.width, pool.shape[0] if shape.tokens < 1000 else 32_768),
         )
         for _ in range(sets)
     ]

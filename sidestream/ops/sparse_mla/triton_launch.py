@@ -73,7 +73,7 @@ def choose_launch(tokens: int, heads: int, places: int, layout: KVRowLayout, lim
     block_h = min(64, max(16, triton.next_power_of_2(heads)))
     ordered = _ORDERED and block_h == 64 and ordered_supports(layout)
     if block_h < 64:
-        block_n, stages, warps, parted = 32, 5, 4, False
+        block_n, stages, warps, parted = 32, 5, 4 if block_h == 16 else 8, False
     elif ordered:
         block_n, stages, warps, parted = 64, 1, 8, False
     elif layout.tile:
