@@ -147,10 +147,21 @@ def main() -> None:
         if args.profile and batch in (1, 64) and context < 10000:
             profile(decoding, args.profile.with_suffix(f".{batch}.txt"))
         decoding.close()
-        row = {"batch": batch, "context": context, "ms": statistics.median(medians), "p90_ms": p90, "medians": medians}
-        results["rows"].append(row | {"floor_ms": floor, "vllm_ms": peer, "to_floor": row["ms"] / floor})
+        latency = statistics.median(medians)
+        results["rows"].append(
+            {
+                "batch": batch,
+                "context": context,
+                "ms": latency,
+                "p90_ms": p90,
+                "medians": medians,
+                "floor_ms": floor,
+                "vllm_ms": peer,
+                "to_floor": latency / floor,
+            }
+        )
         print(
-            f"  batch {batch:3} context {context:6}: {row['ms']:6.2f} ms (p90 {p90:6.2f}), {row['ms'] / floor:4.2f} x the "
+            f"  batch {batch:3} context {context:6}: {latency:6.2f} ms (p90 {p90:6.2f}), {latency / floor:4.2f} x the "
             f"floor of {floor} ms; vLLM {peer} ms",
             flush=True,
         )
