@@ -111,7 +111,7 @@ def fill(built: BuiltEngine) -> None:
     """Caches as a long service would leave them: finite and all different."""
     for tensor in built.pools.tensors():
         if tensor.is_floating_point() and tensor.itemsize > 1:
-            for part in tensor.flatten().split(1 << 28):
+            for part in torch.split(tensor.flatten(), 1 << 28):
                 part.normal_(0.0, 0.5)
     torch.cuda.synchronize()
 
