@@ -70,7 +70,7 @@ BLOCKS = {
     64: (PLAIN_16, ENGINE_16, (32, False)),
     128: (ENGINE_16, (32, False), (32, True)),
     512: ((64, False), (64, True), (128, True)),
-    1024: ((128, False), (128, True)),
+    1024: ((64, True), (128, False), (128, True)),
     8192: ((128, False), (128, True)),
 }
 """Tokens to the (rows, described) that are tried; other numbers of tokens take the table's alone."""

@@ -40,6 +40,7 @@ def experts(
 ) -> torch.Tensor:
     """``torch_impl.experts`` for at least one token, contiguous weights, and sizes that 16 divides.
 
+    An id of -1 takes no expert: padding rows that have it cost no weights, and get the shared experts' sum alone.
     A row's bits depend on the row, on the number of tokens and on ``tiles``, never on what other tokens chose.
     """
     T, H = x.shape
@@ -54,8 +55,9 @@ def experts(
     dtype = torch.float32 if T <= FP32_PARTIAL_TOKENS else x.dtype
     partial = torch.empty(pairs + num_shared * T, H, dtype=dtype, device=x.device)
     out = torch.empty(T, H, dtype=x.dtype, device=x.device)
+    ids = ids.contiguous()
     _plan[(num_experts,)](
-        ids.contiguous(),
+        ids,
         order,
         block_expert,
         pairs,
@@ -113,6 +115,7 @@ def experts(
     _sum[(T, H // block)](
         partial,
         weights.contiguous(),
+        ids,
         out,
         T,
         H=H,
@@ -157,15 +160,15 @@ def _plan(
     lane = tl.arange(0, CHUNK)
     counts = tl.zeros([BINS], tl.int32)
     for first in range(0, num_pairs, CHUNK):
-        chosen = tl.load(ids + first + lane, mask=first + lane < num_pairs, other=num_experts).to(tl.int32)
-        counts += tl.histogram(chosen, BINS)
+        chosen = tl.load(ids + first + lane, mask=first + lane < num_pairs, other=-1).to(tl.int32)
+        counts += tl.histogram(tl.where(chosen < 0, num_experts, chosen), BINS)
     blocks = tl.where(bins < num_experts, (counts + ROWS - 1) // ROWS, 0)
     first_block = tl.sum(tl.where(bins < expert, blocks, 0), 0)
     own_blocks = tl.sum(tl.where(bins == expert, blocks, 0), 0)
     used_blocks = tl.sum(blocks, 0)
     placed = 0
     for first in range(0, num_pairs, CHUNK):
-        chosen = tl.load(ids + first + lane, mask=first + lane < num_pairs, other=num_experts).to(tl.int32)
+        chosen = tl.load(ids + first + lane, mask=first + lane < num_pairs, other=-1).to(tl.int32)
         mine = (chosen == expert).to(tl.int32)
         place = placed + tl.cumsum(mine, 0) - 1
         tl.store(order + first_block * ROWS + place, first + lane, mask=mine > 0)
@@ -329,6 +332,7 @@ def _down(
 def _sum(
     partial: tl.tensor,
     weights: tl.tensor,
+    ids: tl.tensor,
     out: tl.tensor,
     tokens: int,
     H: tl.constexpr,
@@ -346,7 +350,9 @@ def _sum(
     total = tl.zeros([BLOCK], tl.float32)
     for place in tl.static_range(TOP_K):
         pair = token * TOP_K + place
-        total += tl.load(weights + pair) * tl.load(partial + pair * H + column).to(tl.float32)
+        taken = (tl.load(ids + pair) >= 0) & (column >= 0)
+        value = tl.load(weights + pair) * tl.load(partial + pair * H + column, mask=taken, other=0.0).to(tl.float32)
+        total += tl.where(taken, value, 0.0)
     for shared in tl.static_range(SHARED):
         pair = token + tokens * (TOP_K + shared)
         total += tl.load(partial + pair * H + column).to(tl.float32)

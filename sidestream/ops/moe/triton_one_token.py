@@ -27,7 +27,7 @@ def experts(
     swiglu_limit: float | None,
     tiles: ExpertTiles,
 ) -> torch.Tensor:
-    """``torch_impl.experts`` for x [1, H] with contiguous weights and sizes that 16 divides."""
+    """``torch_impl.experts`` for x [1, H] with contiguous weights and sizes that 16 divides. An id of -1 takes none."""
     H, inner, top_k = x.shape[1], w2.shape[2], ids.shape[1]
     slots, num_experts = top_k + num_shared, w13.shape[0] - num_shared
     hidden = torch.empty(slots, inner, dtype=x.dtype, device=x.device)
@@ -76,7 +76,8 @@ def experts(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _expert_of(slot: tl.tensor, ids: tl.tensor, num_experts: int, TOP_K: tl.constexpr) -> tl.tensor:
-    """The token's chosen experts, then the shared ones; int64, since it numbers weights beyond 2 ** 31 bytes."""
+    """The token's chosen experts, -1 for none, then the shared ones; int64, since it numbers weights beyond 2 ** 31
+    bytes."""
     chosen = tl.load(ids + slot, mask=slot < TOP_K, other=0).to(tl.int64)
     return tl.where(slot < TOP_K, chosen, num_experts + slot - TOP_K)
 
@@ -106,7 +107,10 @@ def _gate_up_one(
     slot, part = tl.program_id(0) // (INNER // COLUMNS), tl.program_id(0) % (INNER // COLUMNS)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
-    gate_at = w13 + _expert_of(slot, ids, num_experts, TOP_K) * (2 * INNER * H) + column[:, None] * H + k[None, :]
+    expert = _expert_of(slot, ids, num_experts, TOP_K)
+    if expert < 0:
+        return
+    gate_at = w13 + expert * (2 * INNER * H) + column[:, None] * H + k[None, :]
     gate = tl.zeros([COLUMNS, DEPTH], tl.float32)
     up = tl.zeros([COLUMNS, DEPTH], tl.float32)
     for first in tl.range(0, H, DEPTH, num_stages=STAGES):
@@ -147,7 +151,9 @@ def _down_one(
     for step in tl.range(0, SLOTS * (INNER // DEPTH), num_stages=STAGES):
         slot, first = step // (INNER // DEPTH), step % (INNER // DEPTH) * DEPTH
         weight = tl.load(weights + slot, mask=slot < TOP_K, other=1.0)
+        expert = _expert_of(slot, ids, num_experts, TOP_K)
         row = tl.load(hidden + slot * INNER + first + k).to(tl.float32) * weight
-        at = w2 + _expert_of(slot, ids, num_experts, TOP_K) * (H * INNER) + column[:, None] * INNER + first + k[None, :]
+        row = tl.where(expert < 0, 0.0, row)  # that of no expert was never written
+        at = w2 + tl.maximum(expert, 0) * (H * INNER) + column[:, None] * INNER + first + k[None, :]
         total += tl.load(at).to(tl.float32) * row[None, :]
     tl.store(out + column, tl.sum(total, 1).to(out.dtype.element_ty))

@@ -138,6 +138,25 @@ def test_experts_that_nobody_chose_are_not_read(tokens: int, described: bool) ->
     assert torch.equal(through(x, named, tiles), clean)
 
 
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_an_id_of_minus_one_takes_no_expert(tokens: int) -> None:
+    x, named = inputs(tokens, torch.bfloat16, num_shared=1)
+    clean = through(x, named)
+    taken = named["ids"][: tokens - 1].clone()
+    named["ids"][-1], named["weights"][-1] = -1, torch.nan
+    for expert in set(range(1, 8)) - set(taken.flatten().tolist()):
+        named["w13"][expert], named["w2"][expert] = torch.nan, torch.nan
+    got = through(x, named)
+    assert torch.equal(got[:-1], clean[:-1])
+    named["ids"][-1], named["weights"][-1] = torch.arange(3), 0.0
+    want = reference.experts(x, **{name: nonzero(value) for name, value in named.items()})
+    torch.testing.assert_close(got[-1], want[-1], rtol=0, atol=BF16_STEPS)
+
+
+def nonzero(value: Any) -> Any:
+    return value.nan_to_num(0.0) if isinstance(value, torch.Tensor) else value
+
+
 def test_bits_of_a_row_depend_on_the_row_alone() -> None:
     x, named = inputs(18, torch.bfloat16, num_shared=1)
     want = through(x, named)
@@ -156,6 +175,7 @@ def test_bits_of_a_row_depend_on_the_row_alone() -> None:
 def test_plan_places_every_pair_once(pairs: int, num_experts: int, rows: int) -> None:
     ids = torch.randint(0, num_experts, (pairs,))
     ids[ids == 1] = 2  # one expert without pairs
+    ids[1] = -1
     num_blocks = (pairs + min(num_experts, pairs) * (rows - 1)) // rows
     order = torch.full((num_blocks * rows,), 77_777_777, dtype=torch.int32, device=DEVICE)
     block_expert = torch.full((num_blocks,), 99, dtype=torch.int32, device=DEVICE)
