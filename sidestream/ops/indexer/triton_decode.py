@@ -143,7 +143,7 @@ def paged_scores(
     tickets: torch.Tensor | None,
     plan: ScorePlan,
 ) -> torch.Tensor:
-    """[R, B * per_block] fp32 scores, without ``scale``.
+    """[R, B * per_block and up to 15 more] fp32 scores, without ``scale``.
 
     Only rows that see more than ``picks`` entries are written, up to the last that they see. ``tickets`` [R] int32 are
     set to 0 in passing.
@@ -151,7 +151,7 @@ def paged_scores(
     rows, heads, dim = q.shape
     per_block = keys.shape[1]
     entries = block_table.shape[1] * per_block
-    width = -(-entries // 16) * 16  # so that the compiler sees aligned rows and reads whole vectors
+    width = -(-entries // 16) * 16  # so that selections can read whole vectors
     scores = torch.empty(rows, width, dtype=torch.float32, device=q.device)
     _scores_kernel[rows, plan.splits](
         q, weights, keys, block_table, context_lens, scores, tickets if tickets is not None else context_lens,
@@ -160,7 +160,7 @@ def paged_scores(
         BLOCK=plan.block, TICKET=tickets is not None, FP32=INTERPRETED, PDL=plan.pdl, launch_pdl=plan.pdl,
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
-    return scores[:, :entries]
+    return scores
 
 
 def select_topk_decode(

@@ -55,12 +55,12 @@ def select_plan(entries: int, picks: int, *, ticket: bool) -> SelectPlan | None:
     if entries <= 4096:
         block = max(triton.next_power_of_2(entries), 64)
         return SelectPlan(block, block, 1, 0, _warps(block), 0, ticket=False)
-    small = 2048
+    small = 2048 if picks <= 1024 else 8192  # what contexts of 8k tokens take
     for chunk in (8192, 16384, 32768) if picks <= 1024 else (16384, 32768):
         chunks = triton.cdiv(entries, chunk)
         if chunks == 1:
             block = triton.next_power_of_2(entries)
-            return SelectPlan(block, small, 1, 0, _warps(block), 0, ticket=False)
+            return SelectPlan(block, min(small, block), 1, 0, _warps(block), 0, ticket=False)
         merge = max(triton.next_power_of_2(chunks * min(picks, chunk)), 64)
         if merge <= MAX_BLOCK and picks < chunk:
             warps = max(_warps(chunk), _warps(merge)) if ticket else _warps(chunk)
@@ -121,9 +121,14 @@ def _unfinished(
 
 
 @triton.jit
-def _load_block(scores, count, scores_col, BLOCK: tl.constexpr):
-    """A row's next BLOCK scores, of which ``count`` exist."""
+def _load_block(scores, count, scores_col, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """A row's next BLOCK scores, of which ``count`` are wanted.
+
+    ALIGNED: rows are as long as a multiple of 16, so that reading to the next one is harmless and loads are vectors.
+    """
     step = tl.arange(0, BLOCK)
+    if ALIGNED:
+        count = (count + 15) // 16 * 16
     return tl.load(scores + step.to(tl.int64) * scores_col, mask=step < count, other=0.0)
 
 
@@ -148,8 +153,9 @@ def _whole(
 
 @triton.jit
 def _merge(
-    held_keys, held_entries, row, valid, picks, held, to,
-    KPOOL: tl.constexpr, PER_BLOCK: tl.constexpr, CHUNK: tl.constexpr, MERGE: tl.constexpr, MAP: tl.constexpr,
+    held_keys, held_entries, row, valid, picks, to,
+    HELD: tl.constexpr, KPOOL: tl.constexpr, PER_BLOCK: tl.constexpr, CHUNK: tl.constexpr, MERGE: tl.constexpr,
+    MAP: tl.constexpr,
 ):  # fmt: skip
     """Select from the winners of a row's chunks, which lie densely in index order."""
     full = (valid - 1) // CHUNK
@@ -157,19 +163,24 @@ def _merge(
     place = tl.arange(0, MERGE)
     seen = place < total
     # Other programs wrote these while this one ran: they must not come from this multiprocessor's own cache.
-    keys = tl.load(held_keys + row * held + place, mask=seen, other=LOWEST, cache_modifier=".cg")
+    wanted = total
+    if HELD % 16 == 0:
+        wanted = (total + 15) // 16 * 16  # vectors
+    keys = tl.load(held_keys + row * HELD + place, mask=place < wanted, other=LOWEST, cache_modifier=".cg")
+    keys = tl.where(seen, keys, LOWEST)
     chosen, places = places_of_best(keys, seen, total, picks)
-    entries = tl.load(held_entries + row * held + place, mask=chosen, other=0, cache_modifier=".cg")
+    entries = tl.load(held_entries + row * HELD + place, mask=chosen, other=0, cache_modifier=".cg")
     _emit(chosen, places, entries, row, to, KPOOL, PER_BLOCK, MAP)
 
 
-@triton.jit(do_not_specialize=["capacity", "picks", "held"])
+@triton.jit(do_not_specialize=["capacity", "picks"])
 def _select_kernel(
     scores, lens, out, held_keys, held_entries, tickets, table, physical, counts,
     scores_row, scores_col, lens_stride, out_row, out_col, table_row, table_col, rows_row, rows_col, counts_stride,
-    capacity, picks, held,
-    KPOOL: tl.constexpr, PER_BLOCK: tl.constexpr, TAIL: tl.constexpr, CHUNK: tl.constexpr, SMALL: tl.constexpr,
-    MERGE: tl.constexpr, WIDTH: tl.constexpr, TICKET: tl.constexpr, MAP: tl.constexpr, PDL: tl.constexpr,
+    capacity, picks,
+    HELD: tl.constexpr, KPOOL: tl.constexpr, PER_BLOCK: tl.constexpr, TAIL: tl.constexpr, CHUNK: tl.constexpr,
+    SMALL: tl.constexpr, MERGE: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, TICKET: tl.constexpr,
+    MAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -179,7 +190,7 @@ def _select_kernel(
     chunk = tl.program_id(1)
     # Asked for together with the length, and dropped if that is another: most rows are waited for once, not twice.
     scores += row * scores_row
-    early = _load_block(scores, tl.where(chunk == 0, capacity, 0), scores_col, SMALL)
+    early = _load_block(scores, tl.where(chunk == 0, capacity, 0), scores_col, SMALL, ALIGNED)
     length = tl.load(lens + row * lens_stride)
     if KPOOL == 1:
         length = tl.minimum(length, capacity)
@@ -198,14 +209,15 @@ def _select_kernel(
         if valid <= SMALL:
             _whole(early, row, valid, picks, to, KPOOL, PER_BLOCK, SMALL, MAP)
         elif SMALL < CHUNK and valid <= CHUNK:
-            raw = _load_block(scores, valid, scores_col, CHUNK)
+            raw = _load_block(scores, valid, scores_col, CHUNK, ALIGNED)
             _whole(raw, row, valid, picks, to, KPOOL, PER_BLOCK, CHUNK, MAP)
         elif MERGE > 0:
             here = tl.minimum(valid - first, CHUNK)
             begin = scores + first.to(tl.int64) * scores_col
-            keys, seen, entries = _keys_of(_load_block(begin, here, scores_col, CHUNK), here, CHUNK)
+            raw = _load_block(begin, here, scores_col, CHUNK, ALIGNED)
+            keys, seen, entries = _keys_of(raw, here, CHUNK)
             chosen, places = places_of_best(keys, seen, here, tl.minimum(picks, here))
-            slot = row * held + chunk * picks + places
+            slot = row * HELD + chunk * picks + places
             tl.store(held_keys + slot, keys, mask=chosen)
             tl.store(held_entries + slot, first + entries, mask=chosen)
             if TICKET:
@@ -215,15 +227,15 @@ def _select_kernel(
                 tl.debug_barrier()
                 if before == (valid - 1) // CHUNK:
                     tl.store(tickets + row, 0)
-                    _merge(held_keys, held_entries, row, valid, picks, held, to, KPOOL, PER_BLOCK, CHUNK, MERGE, MAP)
+                    _merge(held_keys, held_entries, row, valid, picks, to, HELD, KPOOL, PER_BLOCK, CHUNK, MERGE, MAP)
 
 
-@triton.jit(do_not_specialize=["capacity", "picks", "held"])
+@triton.jit(do_not_specialize=["capacity", "picks"])
 def _merge_kernel(
     lens, out, held_keys, held_entries, table, physical,
-    lens_stride, out_row, out_col, table_row, table_col, rows_row, rows_col, capacity, picks, held,
-    KPOOL: tl.constexpr, PER_BLOCK: tl.constexpr, CHUNK: tl.constexpr, MERGE: tl.constexpr, MAP: tl.constexpr,
-    PDL: tl.constexpr,
+    lens_stride, out_row, out_col, table_row, table_col, rows_row, rows_col, capacity, picks,
+    HELD: tl.constexpr, KPOOL: tl.constexpr, PER_BLOCK: tl.constexpr, CHUNK: tl.constexpr, MERGE: tl.constexpr,
+    MAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -234,7 +246,7 @@ def _merge_kernel(
     if KPOOL == 1:
         valid = tl.minimum(valid, capacity)
     if (valid > picks) & (valid > CHUNK):
-        _merge(held_keys, held_entries, row, valid, picks, held, to, KPOOL, PER_BLOCK, CHUNK, MERGE, MAP)
+        _merge(held_keys, held_entries, row, valid, picks, to, HELD, KPOOL, PER_BLOCK, CHUNK, MERGE, MAP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,17 +295,17 @@ def select_rows(
     table, found = where.block_table, where.rows
     strides = (*out.stride(), *table.stride(), *found.stride())
     modes = {"KPOOL": kpool, "PER_BLOCK": per_block, "CHUNK": plan.chunk, "MERGE": plan.merge}
-    modes |= {"MAP": physical is not None, "PDL": plan.pdl, "launch_pdl": plan.pdl}
+    modes |= {"HELD": held, "MAP": physical is not None, "PDL": plan.pdl, "launch_pdl": plan.pdl}
     _select_kernel[rows, plan.chunks](
         scores, lens, out, held_keys, held_entries, tickets, table, found, where.counts,
-        *scores.stride(), lens.stride(0), *strides, where.counts.stride(0), scores.shape[1], picks, held,
+        *scores.stride(), lens.stride(0), *strides, where.counts.stride(0), scores.shape[1], picks,
         TAIL=triton.next_power_of_2(kpool), SMALL=plan.small, WIDTH=out.shape[1],
-        TICKET=plan.ticket, num_warps=plan.warps, **modes,
+        ALIGNED=scores.shape[1] % 16 == 0, TICKET=plan.ticket, num_warps=plan.warps, **modes,
     )  # fmt: skip
     if plan.merge and not plan.ticket:
         _merge_kernel[(rows,)](
             lens, out, held_keys, held_entries, table, found,
-            lens.stride(0), *strides, scores.shape[1], picks, held, num_warps=plan.merge_warps, **modes,
+            lens.stride(0), *strides, scores.shape[1], picks, num_warps=plan.merge_warps, **modes,
         )  # fmt: skip
 
 
