@@ -187,24 +187,18 @@ def pool_keys_case(seed: int) -> Arguments:
     k, gate = step.randn(2, ROWS, DIM).unbind(0)
     tail = step.randn(SLOTS * 3, 2 * DIM)
     tail[:3] = torch.nan
-    return {
-        "k": k,
-        "gate": gate,
-        "ape": step.randn(4, DIM),
-        "tail": tail,
-        "plan": step.ring(4, 3),
-        "pools": torch.arange(ROWS),
-    }
+    made = {"k": k, "gate": gate, "ape": step.randn(4, DIM), "tail": tail}
+    return {**made, "plan": step.ring(4, 3), "pools": torch.arange(ROWS)}
 
 
-def write_pools_case(dtype: torch.dtype) -> Callable[[int], Arguments]:
+def write_pools_case(dtype: torch.dtype, dim: int = DIM) -> Callable[[int], Arguments]:
     def make(seed: int) -> Arguments:
         step = Step(seed)
-        k, gate = step.randn(2, ROWS, DIM, dtype=dtype).unbind(0)
-        tail = step.randn(SLOTS * 3, 2 * DIM, dtype=dtype)
+        k, gate = step.randn(2, ROWS, dim, dtype=dtype).unbind(0)
+        tail = step.randn(SLOTS * 3, 2 * dim, dtype=dtype)
         tail[:3] = torch.nan
-        pool = {"keys_flat": step.pool(DIM, kpool=4, dtype=dtype), "entries": entries_of(step, 4)}
-        return {"k": k, "gate": gate, "ape": step.randn(4, DIM), "tail": tail, "plan": step.ring(4, 3), **pool}
+        pool = {"keys_flat": step.pool(dim, kpool=4, dtype=dtype), "entries": entries_of(step, 4)}
+        return {"k": k, "gate": gate, "ape": step.randn(4, dim), "tail": tail, "plan": step.ring(4, 3), **pool}
 
     return make
 
@@ -224,13 +218,13 @@ def topk_case(size: int) -> Callable[[int], Arguments]:
     return make
 
 
-def select_case(kpool: int, dtype: torch.dtype) -> Callable[[int], Arguments]:
+def select_case(kpool: int, dtype: torch.dtype, dim: int = DIM) -> Callable[[int], Arguments]:
     def make(seed: int) -> Arguments:
         step = Step(seed)
         return {
-            "q": step.randn(ROWS, 16, DIM, dtype=dtype),
+            "q": step.randn(ROWS, 16, dim, dtype=dtype),
             "weights": step.randn(ROWS, 16),
-            "keys": step.pool(DIM, kpool=kpool, dtype=dtype).view(step.num_blocks, -1, DIM),
+            "keys": step.pool(dim, kpool=kpool, dtype=dtype).view(step.num_blocks, -1, dim),
             "block_table": step.block_table,
             "context_lens": step.context_lens,
             "topk": TOPK,
@@ -371,9 +365,10 @@ def _cases() -> Iterator[Case]:
             yield Case("rope.apply_rope", variant, rope_case(interleaved, dtype))
         yield Case("hyper_connection.hyper_connection_pre", name, pre_case(dtype))
         yield Case("hyper_connection.hyper_connection_post", name, post_case(dtype))
-        for kpool in (1, 4):
-            yield Case("indexer.select_topk_decode", f"{name}-kpool{kpool}", select_case(kpool, dtype))
-        yield Case("indexer.write_pools", name, write_pools_case(dtype))
+        for dim in (DIM, 32):  # matrix units take the second
+            for kpool in (1, 4):
+                yield Case("indexer.select_topk_decode", f"{name}-kpool{kpool}-{dim}", select_case(kpool, dtype, dim))
+            yield Case("indexer.write_pools", f"{name}-{dim}", write_pools_case(dtype, dim))
         for num_shared in (0, 1, 2):
             yield Case("moe.experts", f"{name}-shared{num_shared}", experts_case(dtype, num_shared))
         for rollback in (0, 2):
