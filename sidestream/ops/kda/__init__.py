@@ -103,7 +103,7 @@ def _decode_step(
     if projected.is_cuda:
         from sidestream.ops.kda import triton_decode
 
-        if triton_decode.takes(projected, conv_state, expand, plan):
+        if triton_decode.takes(projected, conv_state, state, expand, plan):
             function = triton_decode.decode_step
     return function(
         projected,

@@ -44,14 +44,17 @@ class Launch:
 def launch_for(rows: int, heads: int) -> Launch:
     """By the number of programs; an H200 has 132 multiprocessors."""
     if rows * heads <= 256:
-        return Launch(expands=True, columns=64, num_warps=8)
+        return Launch(expands=True, columns=128, num_warps=8)
     return Launch(expands=False, columns=32, num_warps=4)
 
 
-def takes(projected: torch.Tensor, conv_state: torch.Tensor, expand: torch.Tensor, plan: RingPlan) -> bool:
+def takes(
+    projected: torch.Tensor, conv_state: torch.Tensor, state: torch.Tensor, expand: torch.Tensor, plan: RingPlan
+) -> bool:
     """Whether the kernel runs these: heads of 16 to 128, one dtype, a convolution of 2 taps or more."""
     fits = expand.shape[2] in (16, 32, 64, 128) and 2 <= plan.window <= plan.length + 1
-    return fits and projected.dtype == conv_state.dtype == expand.dtype and projected.stride(1) == 1
+    whole = conv_state.is_contiguous() and state.is_contiguous() and expand.is_contiguous() and projected.stride(1) == 1
+    return fits and whole and projected.dtype == conv_state.dtype == expand.dtype
 
 
 def decode_step(

@@ -73,9 +73,10 @@ def test_several_steps_carry_the_state_and_the_ring() -> None:
 
 def test_what_the_kernel_takes() -> None:
     case = decode_step_case(2, 2, 16)
-    chosen = (case["projected"], case["conv_state"], case["expand"], case["plan"])
-    assert triton_decode.takes(*chosen)
-    assert not triton_decode.takes(case["projected"].to(torch.bfloat16), *chosen[1:])
+    names = ("projected", "conv_state", "state", "expand", "plan")
+    assert triton_decode.takes(*(case[name] for name in names))
     odd = decode_step_case(2, 2, 24)
-    assert not triton_decode.takes(odd["projected"], odd["conv_state"], odd["expand"], odd["plan"])
+    assert not triton_decode.takes(*(odd[name] for name in names))
+    for name, other in (("projected", case["projected"].bfloat16()), ("state", case["state"].transpose(3, 4))):
+        assert not triton_decode.takes(*({**case, name: other}[argument] for argument in names))
     assert all(triton_decode.launch_for(rows, heads).columns >= 16 for rows in (1, 8, 512) for heads in (1, 64))
