@@ -66,7 +66,7 @@ def _online_softmax(score, top, total):
     return higher, kept, total * kept[:, None] + weight, weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_stride", "heads", "head_blocks", "block_size", "splits"])
 def attend(
     q,
     values,
@@ -183,7 +183,7 @@ def attend(
         gdc_launch_dependents()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "splits"])
 def merge(
     parts,
     part_lse,

@@ -71,7 +71,7 @@ def _online_softmax(score, place, end, top, total):
     return weight, higher, kept, total * kept[:, None] + weight
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["rows_stride", "heads", "head_blocks", "block_size", "splits"])
 def attend_ordered(
     q,
     values,
