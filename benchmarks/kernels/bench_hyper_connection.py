@@ -46,15 +46,15 @@ PRODUCTS = {
 }
 """By rows: (block, shares, depth, warps)."""
 FINISHES = [
-    (8, 1, False, False),
-    (8, 1, True, False),
+    (4, 1, False, False),
     (4, 1, True, False),
     (4, 1, True, True),
     (8, 1, True, True),
-    (4, 1, False, False),
+    (8, 1, False, False),
+    (2, 1, True, True),
 ]
 """(warps, Sinkhorn rows, overlap, early), with the best products."""
-MANY_FINISHES = [(8, 64, False, False), (4, 64, False, False), (8, 128, False, False), (4, 32, False, False)]
+MANY_FINISHES = [(4, 128, False, False), (4, 64, False, False), (8, 128, False, False), (8, 256, False, False)]
 EXPANDS = [
     post_kernel.Launch(*choice)
     for choice in ((512, 4), (512, 4, True), (1024, 4), (1024, 4, True), (256, 2), (256, 2, True), (2048, 8), (4096, 8))

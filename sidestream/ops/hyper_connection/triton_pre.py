@@ -52,13 +52,14 @@ class Launch:
 
 
 def launch_for(rows: int) -> Launch:
+    """Sinkhorn's programs repeat their work in each warp, so four warps: one for each scheduler."""
     if rows <= 16:
-        return Launch(block=16, shares=64, depth=128, warps=4, finish_warps=8)
+        return Launch(block=16, shares=64, depth=128, warps=4, finish_warps=4)
     if rows <= 128:
-        return Launch(block=16, shares=32, depth=128, warps=4, finish_warps=8)
+        return Launch(block=16, shares=32, depth=128, warps=4, finish_warps=4)
     if rows <= 512:
-        return Launch(block=32, shares=16, depth=128, warps=4, finish_warps=8)
-    return Launch(block=64, shares=4, depth=64, warps=4, finish_warps=8, sinkhorn_rows=64)
+        return Launch(block=32, shares=16, depth=128, warps=4, finish_warps=4)
+    return Launch(block=64, shares=4, depth=64, warps=4, finish_warps=4, sinkhorn_rows=128)
 
 
 def takes(streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, norm_weight: torch.Tensor) -> bool:
