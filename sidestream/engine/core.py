@@ -234,13 +234,15 @@ class EngineCore:
 
     def _sampling_row(self, chunk: Chunk) -> SamplingRow:
         state = self._tokens[chunk.request_id]
-        prompt = len(state.request.prompt_token_ids)
+        request, prompt = state.request, len(state.request.prompt_token_ids)
+        assert not (request.params.has_penalties and state.unread), f"{request.request_id} has a token yet to be read"
         return SamplingRow(
-            params=state.request.params,
-            seed=state.request.seed,
-            prompt_token_ids=state.request.prompt_token_ids,
-            output_token_ids=state.tokens[prompt:] + [-1] * state.unread,
-            mask_token_ids=state.request.mask_token_ids,
+            params=request.params,
+            seed=request.seed,
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=state.tokens[prompt:] if request.params.has_penalties else (),
+            mask_token_ids=request.mask_token_ids,
+            num_outputs=len(state.tokens) - prompt + state.unread,
         )
 
     def _collect_prompt_logprobs(self, step: ScheduledStep, output: StepOutput) -> None:

@@ -22,18 +22,25 @@ from sidestream.engine.random_stream import uniform
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """What the sampler must know of one sequence. The number of output tokens is the place in its random stream."""
+    """What the sampler must know of one sequence."""
 
     params: SamplingParams
     seed: int
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
+    """Looked at only under penalties."""
     mask_token_ids: Sequence[int] = ()
     """Ids that cannot be chosen before ``min_tokens``."""
+    num_outputs: int | None = None
+    """Tokens so far, the place in the random stream; None counts ``output_token_ids``."""
+
+    @property
+    def place(self) -> int:
+        return len(self.output_token_ids) if self.num_outputs is None else self.num_outputs
 
     @property
     def masks(self) -> bool:
-        return bool(self.mask_token_ids) and len(self.output_token_ids) < self.params.min_tokens
+        return bool(self.mask_token_ids) and self.place < self.params.min_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +159,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
             kept = _keep_top(weights.index_select(0, index), [params[i] for i in filtered])
             weights.index_copy_(0, index, kept)
     cumulative = weights.cumsum(dim=-1)
-    uniforms = [uniform(row.seed, len(row.output_token_ids)) for row in rows]
+    uniforms = [uniform(row.seed, row.place) for row in rows]
     target = cumulative[:, -1:] * _column(uniforms, logits.device)
     # the first token whose cumulative weight passes the target; it has weight, since the target is below the total
     return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_max_(logits.shape[1] - 1)
