@@ -268,7 +268,7 @@ def check_shape(shape: Shape) -> None:
 
 
 def measure_shape(shape: Shape, until: float) -> dict[str, Any]:
-    """Each stage's sweep, then the whole: map behind, in the top-k, none (as if hidden on a side stream), with PDL."""
+    """Each stage's sweep, then the whole: map behind, in the top-k, on a side stream, none at all, with PDL."""
     entries, picks = shape.table // shape.kpool, shape.topk // shape.kpool
     scorings, selectings = score_variants(shape.rows, entries), select_variants(entries, picks, ticket=True)
     step, copies = Step(shape, copies=shape.copies, exact=False), shape.copies
@@ -288,24 +288,26 @@ def measure_shape(shape: Shape, until: float) -> dict[str, Any]:
     table = {"keys": POOLS_PLAN, "scores": scorings[0], "select": selectings[0], "map": DEFAULT_PLAN}
     best = {name: sweep[0][1] for name, sweep in sweeps.items()}
 
-    def whole(i: int, plans: dict[str, Any], *, fused: bool, mapped: bool, pdl: bool) -> None:
+    side = torch.cuda.Stream()
+
+    def whole(i: int, plans: dict[str, Any], *, where: str, pdl: bool) -> None:
         chosen: dict[str, Any] = {name: replace(plan, pdl=pdl) for name, plan in plans.items()}
         step.write(i, chosen["keys"])
-        step.select(i, fused=fused, scoring=chosen["scores"], selecting=chosen["select"])
-        if mapped:
+        step.select(i, fused=where == "fused", scoring=chosen["scores"], selecting=chosen["select"])
+        if where == "behind":
             step.map(i, chosen["map"])
+        elif where == "side":  # with nothing beside it: the price of the two handoffs
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                step.map(i, chosen["map"])
+            torch.cuda.current_stream().wait_stream(side)
 
+    kinds = [(table, "behind", False), (table, "fused", False), (table, "side", False), (table, "none", False)]
+    kinds += [(table, "behind", True), (table, "fused", True), (best, "behind", False)]
     totals = {}
-    for name, (plans, fused, mapped, pdl) in {
-        "table": (table, False, True, False),
-        "table fused": (table, True, False, False),
-        "table pdl": (table, False, True, True),
-        "table pdl fused": (table, True, False, True),
-        "best": (best, False, True, False),
-        "best without map": (best, False, False, False),
-    }.items():
-        flags: dict[str, Any] = {"plans": plans, "fused": fused, "mapped": mapped, "pdl": pdl}
-        totals[name] = timed(partial(whole, **flags), copies)
+    for plans, where, pdl in kinds:
+        name = f"{'best' if plans is best else 'table'}, map {where}{', pdl' if pdl else ''}"
+        totals[name] = timed(partial(whole, plans=plans, where=where, pdl=pdl), copies)
     floor = shape.rows * shape.entries * (2 * DIM + 8) / BYTES_PER_US
     return {"shape": shape.name, "bar": shape.bar, "floor": floor, "whole": totals, "sweeps": sweeps}
 
@@ -349,7 +351,7 @@ def measure_topk(rows: int, size: int, k: int, bar: float | None, until: float) 
 
 def show(result: dict[str, Any]) -> None:
     bar = f"bar {result['bar'] or 0:.0f}"
-    whole = ", ".join(f"{name} {us:.1f}" for name, us in result["whole"].items())
+    whole = "; ".join(f"{name} {us:.1f}" for name, us in result["whole"].items())
     print(f"{result['shape']}: floor {result['floor']:.2f}, {bar}, whole: {whole}")
     for name, sweep in result["sweeps"].items():
         for us, plan in sweep[:3]:
