@@ -39,7 +39,7 @@ def route(
         parts = torch.nn.functional.linear(x.float(), weight).unsqueeze(0)
     else:
         depth = dividing(H, tiles.depth)
-        splits = min(tiles.splits, dividing(H // depth, tiles.splits))
+        splits = max(splits for splits in range(1, tiles.splits + 1) if H // depth % splits == 0)
         parts = torch.empty(splits, T, E, dtype=torch.float32, device=x.device)
         _scores[(triton.cdiv(E, tiles.experts), splits, triton.cdiv(T, tiles.rows))](
             x,

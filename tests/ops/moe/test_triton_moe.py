@@ -16,7 +16,7 @@ from tests.ops.moe.test_moe import random_choice, random_experts, random_router,
 from tests.ops.triton_mode import DEVICE
 from tests.tolerances import BF16_OUTPUT, BF16_STEPS, FP32_GEMM, FP32_ROUNDING
 
-ROUTERS = {
+ROUTERS: dict[str, Any] = {
     "lanes": RouterTiles(4, 4, 32, 2, 4, 1, dot=False),
     "dot": RouterTiles(16, 16, 32, 4, 4, 2, dot=True),
     "library": None,
@@ -62,6 +62,16 @@ def test_ties_go_to_the_lowest_id_and_large_biases_select_as_fp32(router: str) -
     weights, ids = routed(torch.ones(2, 64).bfloat16(), weight, bias, **choice(1, 1, top_k=8), tiles=tiles)
     assert ids.tolist() == [list(range(63, 55, -1))] * 2
     torch.testing.assert_close(weights, torch.full((2, 8), 2.5 / 8), rtol=0, atol=1e-4)
+
+
+def test_the_depth_is_split_as_it_divides() -> None:
+    """288 = 9 * 32: three parts, though four are asked for."""
+    weight, bias = random_router(8, 288)
+    x = torch.randn(3, 288)
+    weights, ids = routed(x, weight, bias, **choice(1, 1), tiles=replace(ROUTERS["dot"], splits=4))
+    want_weights, want_ids = reference.route(x, weight, bias, **choice(1, 1))
+    assert torch.equal(ids, want_ids)
+    torch.testing.assert_close(weights, want_weights, rtol=0, atol=FP32_ROUNDING)
 
 
 def test_negative_scores_sort_downwards() -> None:
