@@ -249,8 +249,9 @@ def _decode_step(
         memory = coming * kept[:, None]
         if i + 1 < D // COLUMNS:
             coming = tl.load(old + (i + 1) * COLUMNS + tile, mask=position > 0, other=0.0)
-        error = (tl.sum(tl.where(part == i, values, 0.0), axis=0) - tl.sum(memory * k, axis=0)) * beta
-        seen = tl.sum(memory * q, axis=0) + kq * error
+        recalled, seen = tl.split(tl.sum(tl.join(memory * k, memory * q), axis=0))  # one exchange between warps
+        error = (tl.sum(tl.where(part == i, values, 0.0), axis=0) - recalled) * beta
+        seen += kq * error
         tl.store(new + i * COLUMNS + tile, memory + k * error[None, :])
         mixed = tl.where(part == i, seen[None, :], mixed)
 

@@ -114,8 +114,7 @@ def _recurrent(
         query *= tl.rsqrt(tl.sum(query * query, axis=0) + l2_eps) * (K**-0.5)
         key *= tl.rsqrt(tl.sum(key * key, axis=0) + l2_eps)
         memory *= tl.exp(tl.load(g + here * K + channel))[:, None]
-        recalled = tl.sum(memory * key[:, None], axis=0)
-        seen = tl.sum(memory * query[:, None], axis=0)
+        recalled, seen = tl.split(tl.sum(tl.join(memory * key[:, None], memory * query[:, None]), axis=0))
         value = tl.load(v + i * v_token + column).to(tl.float32)
         error = (value - recalled) * tl.load(beta + here).to(tl.float32)
         mixed = seen + tl.sum(query * key, axis=0) * error
