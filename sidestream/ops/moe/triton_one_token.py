@@ -150,10 +150,10 @@ def _down_one(
     total = tl.zeros([COLUMNS, DEPTH], tl.float32)
     for step in tl.range(0, SLOTS * (INNER // DEPTH), num_stages=STAGES):
         slot, first = step // (INNER // DEPTH), step % (INNER // DEPTH) * DEPTH
-        weight = tl.load(weights + slot, mask=slot < TOP_K, other=1.0)
         expert = _expert_of(slot, ids, num_experts, TOP_K)
-        row = tl.load(hidden + slot * INNER + first + k).to(tl.float32) * weight
-        row = tl.where(expert < 0, 0.0, row)  # that of no expert was never written
+        weight = tl.where(expert < 0, 0.0, tl.load(weights + slot, mask=slot < TOP_K, other=1.0))
+        # What no expert would have made was never written.
+        row = tl.load(hidden + slot * INNER + first + k, mask=expert >= 0, other=0.0).to(tl.float32) * weight
         at = w2 + tl.maximum(expert, 0) * (H * INNER) + column[:, None] * INNER + first + k[None, :]
         total += tl.load(at).to(tl.float32) * row[None, :]
     tl.store(out + column, tl.sum(total, 1).to(out.dtype.element_ty))
