@@ -13,6 +13,7 @@ import torch
 from sidestream.attention.latent import PagedLatentAttention
 from sidestream.core.batch import SCRATCH_BLOCK, SCRATCH_SLOT
 from sidestream.core.forward_context import get_forward_context
+from sidestream.engine.runner import StepOutput
 from sidestream.layers.indexer import Indexer
 from sidestream.layers.kda import KimiDeltaAttention
 from sidestream.streams.simulated import SimulatedBackend
@@ -150,7 +151,7 @@ def test_breaks_of_mixed_batches_see_true_sizes_at_replay_and_leave_padded_rows_
         seen, sizes.seen = sizes.seen, []
         kinds = ["KDA", "indexer", "attention", "attention"]
         assert seen == [(kind, tokens, tokens, BUCKET) for kind in kinds]
-        for name in buffers.names:
+        for name in sorted(set(buffers.names) - {"logits"}):  # those are of uniform decodes
             buffer = buffers.existing(name, buffers.max_rows).cpu()
             assert torch.isfinite(buffer[:BUCKET]).all(), f"{name}: padded rows are not finite"
             if name.endswith("result"):
@@ -199,8 +200,9 @@ def test_the_returned_hidden_states_are_finite_in_every_row(tmp_path: Path) -> N
         harness = SimHarness(tmp_path, "full_and_piecewise", **EIGHT)
     real, hidden = harness.built.runner.forward, []
 
-    def forward(*arguments: Any) -> torch.Tensor:
-        hidden.append((made := real(*arguments)).cpu())
+    def forward(*arguments: Any) -> StepOutput:
+        made = real(*arguments)
+        hidden.append(made.hidden.cpu())
         return made
 
     with pytest.MonkeyPatch.context() as patch:
