@@ -121,6 +121,43 @@ def _gate_up_one(
     tl.store(hidden + slot * INNER + column, value.to(hidden.dtype.element_ty))
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _down_weights(
+    step: tl.tensor,
+    w2: tl.tensor,
+    ids: tl.tensor,
+    column: tl.tensor,
+    k: tl.tensor,
+    num_experts: int,
+    TOP_K: tl.constexpr,
+    H: tl.constexpr,
+    INNER: tl.constexpr,
+    DEPTH: tl.constexpr,
+) -> tl.tensor:
+    """Where the weights of a step lie: INNER / DEPTH steps an expert."""
+    slot, first = step // (INNER // DEPTH), step % (INNER // DEPTH) * DEPTH
+    expert = tl.maximum(_expert_of(slot, ids, num_experts, TOP_K), 0)
+    return w2 + expert * (H * INNER) + column[:, None] * INNER + first + k[None, :]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weighted(
+    step: tl.tensor,
+    hidden: tl.tensor,
+    ids: tl.tensor,
+    weights: tl.tensor,
+    k: tl.tensor,
+    TOP_K: tl.constexpr,
+    INNER: tl.constexpr,
+    DEPTH: tl.constexpr,
+) -> tl.tensor:
+    """Activations [DEPTH] of a step times the routing weight; zeros for no expert, whose own were never written."""
+    slot, first = step // (INNER // DEPTH), step % (INNER // DEPTH) * DEPTH
+    taken = tl.load(ids + slot, mask=slot < TOP_K, other=0) >= 0
+    weight = tl.where(taken, tl.load(weights + slot, mask=slot < TOP_K, other=1.0), 0.0)
+    return tl.load(hidden + slot * INNER + first + k, mask=taken, other=0.0).to(tl.float32) * weight
+
+
 @triton.jit(do_not_specialize=["num_experts"])  # type: ignore[untyped-decorator]
 def _down_one(
     hidden: tl.tensor,
@@ -142,18 +179,16 @@ def _down_one(
 
     The experts' weighted results are one sum of SLOTS * INNER products, so nothing is added between programs.
     """
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    k = tl.arange(0, DEPTH)
+    # Weights and ids stand since before the kernel before, so the first weights need not wait for it.
+    at = _down_weights(0, w2, ids, column, k, num_experts, TOP_K, H, INNER, DEPTH)
+    ahead = tl.load(at).to(tl.float32)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    k = tl.arange(0, DEPTH)
-    total = tl.zeros([COLUMNS, DEPTH], tl.float32)
-    for step in tl.range(0, SLOTS * (INNER // DEPTH), num_stages=STAGES):
-        slot, first = step // (INNER // DEPTH), step % (INNER // DEPTH) * DEPTH
-        expert = _expert_of(slot, ids, num_experts, TOP_K)
-        weight = tl.where(expert < 0, 0.0, tl.load(weights + slot, mask=slot < TOP_K, other=1.0))
-        # What no expert would have made was never written.
-        row = tl.load(hidden + slot * INNER + first + k, mask=expert >= 0, other=0.0).to(tl.float32) * weight
-        at = w2 + tl.maximum(expert, 0) * (H * INNER) + column[:, None] * INNER + first + k[None, :]
-        total += tl.load(at).to(tl.float32) * row[None, :]
+    total = ahead * _weighted(0, hidden, ids, weights, k, TOP_K, INNER, DEPTH)[None, :]
+    for step in tl.range(1, SLOTS * (INNER // DEPTH), num_stages=STAGES):
+        at = _down_weights(step, w2, ids, column, k, num_experts, TOP_K, H, INNER, DEPTH)
+        total += tl.load(at).to(tl.float32) * _weighted(step, hidden, ids, weights, k, TOP_K, INNER, DEPTH)[None, :]
     tl.store(out + column, tl.sum(total, 1).to(out.dtype.element_ty))

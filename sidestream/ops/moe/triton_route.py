@@ -105,9 +105,6 @@ def _scores(
     PDL: tl.constexpr,
 ) -> None:
     """parts [splits, tokens, num_experts]: x times weight over STEPS * DEPTH of the depth a split."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     split = tl.program_id(1)
     token = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -116,17 +113,24 @@ def _scores(
     x_row = tl.minimum(token, tokens - 1).to(tl.int64) * x_stride
     weight_row = tl.minimum(expert, num_experts - 1) * H
     if DOT:
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        x_at, weight_at = x + x_row[:, None] + k[None, :], weight + weight_row[None, :] + k[:, None]
         total = tl.zeros([ROWS, EXPERTS], tl.float32)
         for step in tl.range(0, STEPS, num_stages=STAGES):
-            row = tl.load(x + x_row[:, None] + k[None, :] + step * DEPTH).to(tl.float32)
-            total = tl.dot(
-                row, tl.load(weight + weight_row[None, :] + k[:, None] + step * DEPTH), total, input_precision="ieee"
-            )
+            row = tl.load(x_at + step * DEPTH).to(tl.float32)
+            total = tl.dot(row, tl.load(weight_at + step * DEPTH), total, input_precision="ieee")
     else:
-        lanes = tl.zeros([ROWS, EXPERTS, DEPTH], tl.float32)
-        for step in tl.range(0, STEPS, num_stages=STAGES):
-            row = tl.load(x + x_row[:, None, None] + k[None, None, :] + step * DEPTH).to(tl.float32)
-            lanes += row * tl.load(weight + weight_row[None, :, None] + k[None, None, :] + step * DEPTH)
+        x_at = x + x_row[:, None, None] + k[None, None, :]
+        weight_at = weight + weight_row[None, :, None] + k[None, None, :]
+        ahead = tl.load(weight_at)  # weights never change, so they need not wait for the kernel before
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        lanes = tl.load(x_at).to(tl.float32) * ahead
+        for step in tl.range(1, STEPS, num_stages=STAGES):
+            lanes += tl.load(x_at + step * DEPTH).to(tl.float32) * tl.load(weight_at + step * DEPTH)
         total = tl.sum(lanes, 2)
     at = parts + (split.to(tl.int64) * tokens + token[:, None]) * num_experts + expert[None, :]
     tl.store(at, total, mask=real[:, None] & known[None, :])

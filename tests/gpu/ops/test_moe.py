@@ -142,6 +142,15 @@ def test_a_row_of_experts_depends_on_itself_alone(w13: torch.Tensor, w2: torch.T
     assert torch.equal(got[3], want[3])
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 40, 700])
+def test_an_id_of_minus_one_takes_no_expert(w13: torch.Tensor, w2: torch.Tensor, tokens: int) -> None:
+    x, named = draw(tokens, HIDDEN), chosen(tokens)
+    named["ids"][tokens // 2 :] = -1
+    named["weights"][tokens // 2 :] = torch.nan
+    got = experts(x, w13, w2, **named, swiglu_limit=LIMIT)
+    torch.testing.assert_close(got.float(), in_fp32(x, w13, w2, named), rtol=0, atol=BF16_STEPS)
+
+
 @pytest.mark.parametrize("tokens", [1, 6])
 def test_experts_beyond_2_to_the_31_elements(tokens: int) -> None:
     total = 161  # 2.7e9 elements of w13
