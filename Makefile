@@ -26,7 +26,7 @@ test: $(STAMP) ## run every test that needs no GPU
 	$(BIN)/python -m pytest
 
 gpu-test: ## run the tests that need a Hopper GPU, with PYTHON as it is
-	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu -m gpu
+	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu tests/ops/test_capture_on_cuda.py -m gpu -p no:benchmark
 
 check: format lint types test ## format, lint, check types, then test
 
