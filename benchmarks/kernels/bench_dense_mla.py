@@ -106,7 +106,7 @@ def time_us(run: Callable[[int], Any], calls: int = 20) -> float:
 
 
 def variants(rows: int, context: int) -> list[Launch]:
-    found = [choose_launch(rows, HEADS, context, LAYOUT, MAX_SPLITS)]
+    found = [choose_launch(rows, HEADS, context, LAYOUT, MAX_SPLITS, paged=True)]
     for block_h, block_n, stages, warps, parted in SIZES:
         fill = max(1, 132 // rows)
         for splits in sorted({min(count, MAX_SPLITS) for count in (fill, max(1, fill // 2), 2 * fill, 4 * fill)}):

@@ -46,7 +46,8 @@ def dense_mla_decode(
             layout=layout,
             scratch_bytes=scratch_bytes,
         )
-    sizes = launch or choose_launch(sequences, heads, block_table.shape[1] * block_size, layout, MAX_SPLITS)
+    places = block_table.shape[1] * block_size
+    sizes = launch or choose_launch(sequences, heads, places, layout, MAX_SPLITS, paged=True)
     return run(
         q, pool, block_table, lengths=context_lens, block_size=block_size, scale=scale, layout=layout, launch=sizes
     )

@@ -68,10 +68,13 @@ def splits_for(blocks: int, tiles: int, block_n: int, limit: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def choose_launch(tokens: int, heads: int, places: int, layout: KVRowLayout, limit: int) -> Launch:
-    """Sizes for ``tokens`` (padded) rows with up to ``places`` pool rows each; at most ``limit`` runs a token."""
+def choose_launch(
+    tokens: int, heads: int, places: int, layout: KVRowLayout, limit: int, *, paged: bool = False
+) -> Launch:
+    """Sizes for ``tokens`` (padded) rows with up to ``places`` pool rows each, named by a block table if ``paged``; at
+    most ``limit`` runs a token."""
     block_h = min(64, max(16, triton.next_power_of_2(heads)))
-    ordered = _ORDERED and block_h == 64 and ordered_supports(layout)
+    ordered = _ORDERED and block_h == 64 and ordered_supports(layout, paged=paged)
     if block_h < 64:
         block_n, stages, warps, parted = 32, 5, 4 if block_h == 16 else 8, False
     elif ordered:
@@ -96,9 +99,11 @@ def supported(q: torch.Tensor, pool: torch.Tensor, layout: KVRowLayout) -> bool:
     return q.is_cuda and q.dtype is torch.bfloat16 and layout.dtype in (torch.bfloat16, torch.uint8)
 
 
-def ordered_supports(layout: KVRowLayout) -> bool:
-    """Whether ``triton_ordered`` has layouts for such rows."""
-    return not INTERPRETED and layout.latent_dim == 512 and layout.rope_dim in (0, 64)
+def ordered_supports(layout: KVRowLayout, *, paged: bool) -> bool:
+    """Whether ``triton_ordered`` can run: it has thread layouts for these sizes alone, and ptxas 12.8, which comes with
+    Triton 3.6, crashes on plain rows without rope from a block table."""
+    sizes = layout.latent_dim == 512 and layout.rope_dim in (0, 64)
+    return not INTERPRETED and sizes and not (paged and not layout.tile and not layout.rope_dim)
 
 
 def run(
@@ -148,7 +153,7 @@ def run(
         "pdl": pdl,
     }
     if launch.ordered:
-        assert ordered_supports(layout), f"no ordered kernel for {layout}"
+        assert ordered_supports(layout, paged=block_size > 0), f"no ordered kernel for {layout}, blocks of {block_size}"
         assert (launch.block_h, launch.block_n) == (64, 64), f"the ordered kernel has blocks of 64 x 64: {launch}"
         from sidestream.ops.sparse_mla.triton_ordered import WARPS, attend_ordered  # for Hopper alone
 

@@ -30,20 +30,21 @@ _LN2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def _pool_rows(own_rows, position, end, block_size, paged: gl.constexpr):
-    """Pool rows int64 of places, 0 from ``end`` on."""
+    """Pool rows int32 of places, 0 from ``end`` on: a pool has fewer than 2**31 rows, and registers are scarce."""
     seen = position < end
     if paged:
-        block = gl.load(own_rows + position // block_size, mask=seen, other=0).to(gl.int64)
+        block = gl.load(own_rows + position // block_size, mask=seen, other=0).to(gl.int32)
         row = block * block_size + position % block_size
     else:
-        row = gl.load(own_rows + position, mask=seen, other=0).to(gl.int64)
+        row = gl.load(own_rows + position, mask=seen, other=0).to(gl.int32)
     return row
 
 
 @gluon.jit
 def _copy_rows(target, pool, row, seen, column, elems: gl.constexpr):
     """Start copying columns of pool rows to shared memory; rows not ``seen`` become zeros without being read."""
-    async_copy.async_copy_global_to_shared(target, pool + row[:, None] * elems + column[None, :], mask=seen[:, None])
+    source = pool + row.to(gl.int64)[:, None] * elems + column[None, :]
+    async_copy.async_copy_global_to_shared(target, source, mask=seen[:, None])
 
 
 @gluon.jit
@@ -101,7 +102,7 @@ def attend_ordered(
 ):
     """One run of one token's rows for 64 heads: ``triton_attend.attend`` with the same arguments, for eight warps.
 
-    Plain rows must be bf16. ``latent`` is 512, ``rope`` 0 or 64.
+    Plain rows must be bf16, and with rope if ``paged``. ``latent`` is 512, ``rope`` 0 or 64.
     """
     quantised: gl.constexpr = tile > 0
     wide_vec: gl.constexpr = 16 if quantised else 8
@@ -239,6 +240,12 @@ def attend_ordered(
         summed = gl.sum(total, axis=1)
         result = result * gl.convert_layout(1.0 / summed, gl.SliceLayout(1, results))[:, None]
         gl.store(lse + out_base + score_head, (top + gl.log2(summed)) * _LN2, mask=score_head < heads)
-        gl.store(target, result.to(out.dtype.element_ty), mask=(out_head < heads)[:, None])
+        # Through shared memory: in the products' layout a warp would write parts of eight lines at a time.
+        staged: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+        scratch = gl.allocate_shared_memory(out.dtype.element_ty, [64, latent], staged, result.to(out.dtype.element_ty))
+        gl.thread_barrier()
+        whole = scratch.load(by_q_row)
+        lines = out + (out_base + head)[:, None] * latent + q_column[None, :]
+        gl.store(lines, whole, mask=(head < heads)[:, None])
     if pdl:
         gdc_launch_dependents()

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from sidestream.ops.dense_mla import decode, dense_mla_decode
+from sidestream.ops.dense_mla.triton_decode import dense_mla_decode as launched
 from sidestream.ops.kv_rows import KVRowLayout, kv_row_layout, pack_rows
+from sidestream.ops.sparse_mla.triton_launch import Launch
 from tests.tolerances import BF16_STEPS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -100,3 +102,30 @@ def test_in_a_graph() -> None:
         out.fill_(torch.nan)
         graph.replay()
         assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize(("name", "p"), [("bf16", 64), ("fp8_ds_mla", 64), ("mxfp8", 0)])
+@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=len)
+def test_the_ordered_kernel(name: str, p: int, splits: int, lengths: list[int]) -> None:
+    step = Step(lengths, layout_of(name, p), 32, columns=130)
+    want, want_lse = step.want()
+    first: list[torch.Tensor] = []
+    for _ in range(20):
+        out, lse = launched(
+            step.q,
+            step.pool,
+            block_table=step.block_table,
+            context_lens=step.context_lens,
+            block_size=BLOCK,
+            scale=SCALE,
+            layout=step.layout,
+            launch=Launch(splits, 64, 64, 1, 8, parted=False, ordered=True),
+        )
+        first = first or [out, lse]
+        assert torch.equal(out, first[0])
+        assert torch.equal(lse, first[1])
+    row = want.norm(dim=2, keepdim=True).clamp_min(1e-30)
+    assert ((first[0].float() - want) / row).norm(dim=2).max() <= BF16_STEPS
+    some = step.context_lens > 0
+    assert not (first[1] - want_lse)[some].abs().gt(BF16_STEPS).any()
