@@ -1,7 +1,7 @@
 """How Triton attention over pool rows is cut into programs, and its two launches: runs, then their merge.
 
 Predicted for an H200 (132 multiprocessors, 4.28 TB/s, 790 TFLOP/s in bf16), 64 heads, r = 512, 2,048 rows a token: a
-token is 2.1 MB in bf16 (0.5 us of the whole device) and 0.27 TFLOP (0.34 us), so both floors are close and the kernel
+token is 2.1 MB in bf16 (0.5 us of the whole device) and 0.27 GFLOP (0.34 us), so both floors are close and the kernel
 must overlap gathers with products. One program holds 64 heads: [64, 512] of queries (64 KB), two to four tiles of keys,
 and the fp32 result in registers of eight warps (128 a thread), so one program a multiprocessor.
 """
