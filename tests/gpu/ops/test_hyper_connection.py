@@ -61,7 +61,9 @@ def test_collapse_and_expand_equal_the_formula(rows: int, dtype: torch.dtype) ->
     got, want = pre(made), wanted(made)
     # Collapse, norm and weight each round to bf16, each perhaps to the other side: one ulp each.
     bound = 4 * FP32_ROUNDING if dtype == torch.float32 else 3 * 2 * BF16_OUTPUT
-    torch.testing.assert_close(got[0], want[0], rtol=bound, atol=FP32_GEMM)
+    # A share that is FP32_GEMM off moves the collapsed row by that much of each stream.
+    reach = FP32_GEMM * float(made["streams"].float().abs().sum(dim=1).max())
+    torch.testing.assert_close(got[0], want[0], rtol=bound, atol=reach)
     torch.testing.assert_close(got[1], want[1], rtol=0, atol=FP32_GEMM)
     torch.testing.assert_close(got[2], want[2], rtol=0, atol=FP32_GEMM)
     output = torch.randn(rows, HIDDEN, device="cuda").to(dtype)
