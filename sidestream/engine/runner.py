@@ -115,7 +115,8 @@ class ModelRunner:
         if self.graphs is None:
             inputs = self._builder.build(chunks, token_ids)
             with step_threads(inputs.num_tokens * self._weight_bytes), self._context(inputs, CUDAGraphMode.NONE):
-                return StepOutput(self._model.forward())
+                output = StepOutput(self._model.forward())
+            return self._observed(output, chunks)
         tokens, uniform = len(token_ids), all(chunk.is_decode and chunk.length == 1 for chunk in chunks)
         plan = self.graphs.dispatcher.plan(tokens, uniform=uniform)
         build = self._builder.build_uniform if uniform else self._builder.build
@@ -124,7 +125,13 @@ class ModelRunner:
             assert sampled is not None, "token ids are unknown, and nothing was sampled"
             fill_sampled(inputs.token_ids, inputs.sources, sampled)
         with self._context(inputs, plan.mode):
-            return StepOutput(**self._run(plan, inputs))
+            output = StepOutput(**self._run(plan, inputs))
+        return self._observed(output, chunks)
+
+    def _observed(self, output: StepOutput, chunks: Sequence[Chunk]) -> StepOutput:
+        if self._observer is not None:
+            self._observer.end_step(chunks)
+        return output
 
     def _run(self, plan: StepPlan, inputs: StepInputs) -> Mapping[str, torch.Tensor]:
         if plan.mode is CUDAGraphMode.NONE:
