@@ -17,7 +17,7 @@ from sidestream.core.cudagraph_mode import CUDAGraphMode
 from sidestream.core.forward_context import get_forward_context
 from sidestream.engine.build import BuiltEngine, build_engine, in_graph_mode
 from sidestream.engine.llm import bundled_model
-from sidestream.engine.runner import ModelRunner
+from sidestream.engine.runner import ModelRunner, StepOutput
 from sidestream.engine.tokenizer import load_tokenizer
 from sidestream.engine.verify import engines, verification
 from sidestream.engine.verify.compare import Generated, compare
@@ -155,9 +155,9 @@ def test_a_schedule_decides_what_shares_a_step(
     built, workload = on_cpu
     forward, steps = ModelRunner.forward, []
 
-    def noting(self: ModelRunner, chunks: Sequence[Chunk], token_ids: Sequence[int]) -> torch.Tensor:
+    def noting(self: ModelRunner, chunks: Sequence[Chunk], token_ids: Sequence[int], **unknown: Any) -> StepOutput:
         steps.append(list(chunks))
-        return forward(self, chunks, token_ids)
+        return forward(self, chunks, token_ids, **unknown)
 
     monkeypatch.setattr(ModelRunner, "forward", noting)
     run = workload.run(built, schedule)
@@ -301,9 +301,9 @@ def test_a_fault_of_batches_is_named_by_a_rerun_of_the_batch(
 ) -> None:
     forward, decode, shared = ModelRunner.forward, DecoderLayer.__call__, [False]
 
-    def noting(self: ModelRunner, chunks: Sequence[Chunk], token_ids: Sequence[int]) -> torch.Tensor:
+    def noting(self: ModelRunner, chunks: Sequence[Chunk], token_ids: Sequence[int], **unknown: Any) -> StepOutput:
         shared[0] = self in again and len(chunks) > 1 and chunks[-1].is_decode
-        return forward(self, chunks, token_ids)
+        return forward(self, chunks, token_ids, **unknown)
 
     def wrong(self: DecoderLayer, state: torch.Tensor, rotation: Any) -> torch.Tensor:
         out = decode(self, state, rotation)
@@ -342,12 +342,12 @@ def test_what_a_mode_raises_is_reported_and_the_others_go_on(
 ) -> None:
     forward = ModelRunner.forward
 
-    def breaks(self: ModelRunner, chunks: list[Chunk], token_ids: list[int]) -> torch.Tensor:
+    def breaks(self: ModelRunner, chunks: list[Chunk], token_ids: list[int], **unknown: Any) -> StepOutput:
         if self in again:
             error = RuntimeError("no such event\nand more")
             error.add_note("in break 'KDA of layer 0'")
             raise error
-        return forward(self, chunks, token_ids)
+        return forward(self, chunks, token_ids, **unknown)
 
     monkeypatch.setattr(ModelRunner, "forward", breaks)
     report = verify(folder, settings("cpu"), Silent())
@@ -364,9 +364,9 @@ def test_nothing_is_equal_to_a_reference_that_failed(
 ) -> None:
     forward = ModelRunner.forward
 
-    def breaks(self: ModelRunner, *args: Any) -> torch.Tensor:
+    def breaks(self: ModelRunner, *args: Any, **unknown: Any) -> StepOutput:
         assert self in again, "the reference is broken"
-        return forward(self, *args)
+        return forward(self, *args, **unknown)
 
     monkeypatch.setattr(ModelRunner, "forward", breaks)
     report = verify(folder, settings("cpu"), Silent())
