@@ -31,9 +31,9 @@ class WaitKind(Enum):
     WHOLE_STREAM = "whole stream"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made at every publish, and freezing makes that three times as slow
 class _Publication:
-    """Where and when the last publish happened.
+    """Where and when the last publish happened; never changed once made.
 
     Attributes:
         source: the capture that published, None if it was eager code.
