@@ -176,14 +176,20 @@ class StepInputsBuilder:
             host_slots=(),
         )
 
-    def scratch(self, *, rows: int, uniform: bool) -> StepInputs:
-        """A step that touches scratch memory only, for warm-up and capture: of ``rows`` rows, none of them padding in
-        a mixed one (a single prefill), all of them in a uniform one."""
+    def scratch(self, *, rows: int, uniform: bool, decode: bool = False) -> StepInputs:
+        """A step that touches scratch memory only, for warm-up and capture.
+
+        Args:
+            rows: of a uniform step all are padding; of any other none: one prefill, and with ``decode`` the second
+                token of a sequence in front of it, so that what only mixed batches run is compiled as well.
+        """
         if uniform:
             return self.build_uniform((), (), rows=rows)
-        blocks = (SCRATCH_BLOCK,) * -(-rows // self.block_size)
-        chunk = Chunk("scratch", 0, rows, blocks, SCRATCH_SLOT, is_decode=False, samples=False)
-        return self.build([chunk], [0] * rows, rows=rows)
+        first = int(decode and rows > 1)
+        chunks = [Chunk("scratch decode", 1, 1, (SCRATCH_BLOCK,), SCRATCH_SLOT, is_decode=True, samples=False)] * first
+        blocks = (SCRATCH_BLOCK,) * -(-(rows - first) // self.block_size)
+        chunks.append(Chunk("scratch", 0, rows - first, blocks, SCRATCH_SLOT, is_decode=False, samples=False))
+        return self.build(chunks, [0] * rows, rows=rows)
 
     def _sources(self, sources: Sequence[int] | None, rows: int) -> Array | None:
         if sources is None:

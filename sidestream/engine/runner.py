@@ -170,8 +170,10 @@ class ModelRunner:
                 on_captured(plan)
 
     def _scratch(self, plan: StepPlan) -> StepInputs:
+        assert self.graphs is not None
         self.streams.begin_step()
-        return self._builder.scratch(rows=plan.key.tokens, uniform=plan.key.uniform)
+        two = self.graphs.dispatcher.decode_sizes[-1] > 1  # else no batch holds a decode and a prefill
+        return self._builder.scratch(rows=plan.key.tokens, uniform=plan.key.uniform, decode=two)
 
     def _context(
         self, inputs: StepInputs, mode: CUDAGraphMode, *, buffers: bool = False
