@@ -2,9 +2,10 @@
 
 Requests run through the engine core as in service: planned, launched one step ahead, sampled, read, committed. Their
 prompts are not computed: caches hold random numbers, which cost what real ones do. A time is that between two calls of
-``EngineCore.step``, of 100 steps in each of several repeats. Floors and vLLM's figures are those of the design's table.
+``EngineCore.step``, of 100 steps in each of several repeats. Floors are those of ``floor.py``; vLLM's figures for
+slice A were measured on the same kind of GPU.
 
-    python benchmarks/decode_gpu.py --json benchmarks/results/decode-h200-DATE.json
+    PYTHONPATH=. python benchmarks/decode_gpu.py --json benchmarks/results/decode-h200-DATE.json
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.floor import decode_floor
 from sidestream import __version__
 from sidestream.config.engine import EngineConfig
 from sidestream.core.batch import Chunk
@@ -32,14 +34,13 @@ from sidestream.engine.core import EngineCore
 from sidestream.engine.runner import StepOutput
 
 SLICE_A = Path(__file__).parent / "configs" / "glm5-next-slice-a.json"
-CASES = {(1, 2048): (1.40, 2.61), (1, 32768): (1.40, 2.77), (8, 8192): (4.29, 4.86), (32, 8192): (6.33, 7.01)}
-CASES |= {(64, 8192): (6.82, 8.03)}
-"""(batch, context) -> milliseconds: floor, vLLM 0.33.0 on the same GPU."""
+CASES = {(1, 2048): 2.61, (1, 32768): 2.77, (8, 8192): 4.86, (32, 8192): 7.01, (64, 8192): 8.03}
+"""(batch, context) -> milliseconds that vLLM 0.33.0 takes for slice A."""
 STEPS = 100
 
 
-def engine(folder: Path, mode: str) -> BuiltEngine:
-    shutil.copy(SLICE_A, folder / "config.json")
+def engine(folder: Path, config: Path, mode: str) -> BuiltEngine:
+    shutil.copy(config, folder / "config.json")
     return build_engine(
         folder,
         EngineConfig(
@@ -118,6 +119,7 @@ def fill(built: BuiltEngine) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=SLICE_A)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", default="")
     parser.add_argument("--mode", default="full")
@@ -135,11 +137,12 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        built = engine(Path(folder), args.mode)
+        built = engine(Path(folder), args.config, args.mode)
         results["start_s"] = time.perf_counter() - started
         print(f"weights and graphs in {results['start_s']:.1f} s")
     fill(built)
-    for (batch, context), (floor, peer) in CASES.items():
+    for (batch, context), peer in CASES.items():
+        floor = decode_floor(built.config.model, batch=batch, context=context).ms()
         decoding = Decoding(built, batch, context, temperature=0.0)
         repeats = [decoding.times(STEPS) for _ in range(args.repeats)]
         medians = [statistics.median(times) for times in repeats]
@@ -156,13 +159,13 @@ def main() -> None:
                 "p90_ms": p90,
                 "medians": medians,
                 "floor_ms": floor,
-                "vllm_ms": peer,
+                "vllm_ms": peer if args.config == SLICE_A else None,
                 "to_floor": latency / floor,
             }
         )
         print(
             f"  batch {batch:3} context {context:6}: {latency:6.2f} ms (p90 {p90:6.2f}), {latency / floor:4.2f} x the "
-            f"floor of {floor} ms; vLLM {peer} ms",
+            f"floor of {floor:.2f} ms{f'; vLLM {peer} ms' if args.config == SLICE_A else ''}",
             flush=True,
         )
         if args.json:
