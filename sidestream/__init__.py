@@ -1,4 +1,4 @@
-"""Sidestream: an inference engine for sparse-MLA language models, whole on a CPU."""
+"""Sidestream: an inference engine for sparse-MLA language models, on Hopper GPUs, whole on a CPU too."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -6,7 +6,7 @@
     ├── RequestError         (ValueError)   one request asks for something impossible; nothing else changes
     ├── CapacityError        (MemoryError)  memory or a pool is too small for what was asked
     ├── HandoffError         (RuntimeError) one stream waits for another without its counterpart, or in the wrong step
-    └── GraphError           (RuntimeError) a captured graph is replayed with what it was not captured for
+    └── GraphError           (RuntimeError) a graph is captured or replayed where, or with what, it cannot be
 
 A message states the value, the limit, where the limit comes from, and the knob that moves it. What only a bug in
 Sidestream can cause is an ``assert``, not one of these.
@@ -38,4 +38,4 @@ class HandoffError(SidestreamError, RuntimeError):
 
 
 class GraphError(SidestreamError, RuntimeError):
-    """A captured graph would read or write memory that this step does not use."""
+    """A graph is captured or replayed in a wrong place, or would use memory that this step does not."""

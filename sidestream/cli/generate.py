@@ -98,6 +98,9 @@ def generate(
 
     from sidestream.engine.llm import LLM
 
+    json_lines = not demo and (input_file is not None or as_json or output_file is not None)
+    if logprobs is not None and not json_lines:
+        raise typer.BadParameter("--logprobs is for JSON lines; add --json")
     llm = LLM(
         model,
         device=device,
@@ -113,7 +116,7 @@ def generate(
     )
     if demo:
         _demo(llm, entries, prompts, all_params)
-    elif input_file is None and not as_json and output_file is None:
+    elif not json_lines:
         _stream(llm, prompts, all_params)
     else:
         if input_file is not None and output_file is not None and output_file.resolve() == input_file.resolve():

@@ -16,7 +16,7 @@ from sidestream.errors import SidestreamError
 
 app = typer.Typer(
     name="sidestream",
-    help="Inference for sparse-MLA language models: the same tokens in every mode, whole on a CPU.",
+    help="Inference for sparse-MLA language models: the same tokens in every mode, on Hopper GPUs and whole on a CPU.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,

@@ -127,7 +127,8 @@ def show(report: Report, console: Console) -> None:
     for problem in report.problems():
         console.print(problem, style="bold red", soft_wrap=True, markup=False)
     count = len(report.problems())
-    verdict = "the same tokens in every mode" if report.passed else f"{count} problem{'s' if count > 1 else ''}"
+    same = "the same tokens in every mode" if len(report.engines) > 1 else "the same tokens under every schedule"
+    verdict = same if report.passed else f"{count} problem{'s' if count > 1 else ''}"
     console.print(verdict, style="bold green" if report.passed else "bold red")
 
 

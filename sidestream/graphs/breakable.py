@@ -69,7 +69,8 @@ class BreakableCUDAGraphCapture:
     # Capture
 
     def __enter__(self) -> BreakableCUDAGraphCapture:
-        assert self._state == "new", f"capture {self.name!r} is {self._state}; make another one"
+        if self._state != "new":
+            raise GraphError(f"capture {self.name!r} is {self._state}; make another one")
         self._state = "open"
         self._stream = self._streams.backend.current_stream()
         self._recording = recording_breaks(self)
@@ -86,12 +87,14 @@ class BreakableCUDAGraphCapture:
 
         Args:
             body: reads and writes static buffers only; runs on the stream that captures.
+        Raises:
+            GraphError: no segment is open, or the current stream is not the one that captures.
         """
-        assert self._open is not None, f"break {name!r} outside of a segment of capture {self.name!r}"
+        if self._open is None:
+            raise GraphError(f"break {name!r} outside of a segment of capture {self.name!r}")
         here = self._streams.backend.current_stream()
-        assert here is self._stream, (  # ending a capture from another stream would leave it open on its own
-            f"break {name!r} is called on stream {here.name!r}, which does not capture {self.name!r}"
-        )
+        if here is not self._stream:  # ending a capture from another stream would leave it open on its own
+            raise GraphError(f"break {name!r} is called on stream {here.name!r}, which does not capture {self.name!r}")
         self._end_segment()
         part = EagerBreak(name, body)
         self._parts.append(part)
@@ -121,7 +124,8 @@ class BreakableCUDAGraphCapture:
 
     def _end_segment(self) -> None:
         segment, opened, self._open = self._parts[-1], self._open, None
-        assert opened is not None, f"capture {self.name!r} has no open segment: an error ended it, the block went on"
+        if opened is None:
+            raise GraphError(f"capture {self.name!r} has no open segment: an error ended it, and the block went on")
         assert isinstance(segment, Capture)
         opened.__exit__(None, None, None)
         segment.replay()
@@ -157,9 +161,11 @@ class BreakableCUDAGraphCapture:
         Args:
             inputs: this step's input tensors, to be compared with those of the capture; None spares that.
         Raises:
-            GraphError: an input lies elsewhere than at capture, so the graphs would read stale memory.
+            GraphError: the capture is not complete, or an input lies elsewhere than at capture, so that the graphs
+                would read stale memory.
         """
-        assert self._state == "ready", f"capture {self.name!r} is {self._state} and cannot be replayed"
+        if self._state != "ready":
+            raise GraphError(f"capture {self.name!r} is {self._state} and cannot be replayed")
         if inputs is not None:
             check_addresses(self.name, self._addresses, inputs)
         for part in self._parts:

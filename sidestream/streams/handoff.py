@@ -89,7 +89,7 @@ class Handoff:
         """Mark the end of the producer's work on the current stream.
 
         Raises:
-            HandoffError: published already in this step.
+            HandoffError: published already in this step; on a stream that the open capture does not record.
         """
         streams, backend = self._streams, self._streams.backend
         source = streams.open_capture
@@ -99,9 +99,11 @@ class Handoff:
             if mark is not None:
                 backend.record(mark)
         else:
-            assert backend.is_capturing(), (
-                f"{self._who()} publishes on stream {backend.current_stream().name!r}, which {source!r} does not record"
-            )
+            if not backend.is_capturing():
+                raise HandoffError(
+                    f"{self._who()}: published on stream {backend.current_stream().name!r}, which {source!r} does not "
+                    "record; let that stream wait for something of the capture first"
+                )
             if source.closed and self._external:
                 mark, edge = None, backend.new_event(external=False)
                 backend.record(edge)

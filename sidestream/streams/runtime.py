@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from sidestream.errors import HandoffError
+from sidestream.errors import GraphError, HandoffError
 from sidestream.streams.backend import Graph, Policy, Stream, StreamBackend, choose_policy
 
 
@@ -81,12 +81,17 @@ class Capture:
         """Launch the graph on the current stream.
 
         Raises:
+            GraphError: the capture is open or was dropped, or another one is open.
             HandoffError: the graph waits on a handoff that this step did not publish in the place where it was
                 published at capture, so the recorded wait would be a stale one.
         """
-        assert self._usable, f"capture {self.name!r} is still open or was dropped"
+        if not self._usable:
+            raise GraphError(f"capture {self.name!r} is still open or was dropped, so there is nothing to replay")
         streams = self._streams
-        assert streams.open_capture is None, f"replay of {self.name!r} inside capture {streams.open_capture!r}"
+        if streams.open_capture is not None:
+            raise GraphError(
+                f"replay of {self.name!r} inside {streams.open_capture!r}; replay it before or behind that"
+            )
         for wait in self._waits:
             wait.before_replay()
         for publish in self._publishes:
@@ -131,7 +136,8 @@ class Streams:
 
     def begin_step(self) -> None:
         """Start a step: whatever was published before is no longer valid."""
-        assert self.open_capture is None, f"a step begins inside {self.open_capture!r}"
+        if self.open_capture is not None:
+            raise GraphError(f"a step begins inside {self.open_capture!r}; a capture is part of one step")
         self.step += 1
 
     def claim_name(self, name: str, producer: str) -> None:
@@ -159,7 +165,8 @@ class Streams:
                 and cost nothing at a replay; otherwise each publish is a node of the graph, for which a launch takes
                 some 5 us more on the host (measured on an H200).
         """
-        assert self.open_capture is None, f"capture {name!r} inside {self.open_capture!r}"
+        if self.open_capture is not None:
+            raise GraphError(f"capture {name!r} inside {self.open_capture!r}; captures do not nest")
         graph = self.backend.begin_capture(name, pool)
         capture = Capture(self, name, graph, closed=closed)
         self.open_capture = capture

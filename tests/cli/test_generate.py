@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from sidestream import LLM, SamplingParams
+from sidestream.cli.main import app
 from tests.engine.llm_fixtures import make_checkpoint
 
 
@@ -137,3 +139,9 @@ def test_help_teaches() -> None:
         assert word in text
     assert "generate" in run("--help").stdout
     assert run("--version").stdout.startswith("sidestream 0.")
+
+
+def test_logprobs_without_a_place_to_show_them_are_refused() -> None:
+    result = CliRunner().invoke(app, ["generate", "a", "--logprobs", "2"])
+    assert result.exit_code == 2
+    assert "--json" in result.output

@@ -176,7 +176,7 @@ def test_the_table_of_the_bundled_checkpoint() -> None:
     assert rows["one shot, alone"] == ["reference, 6 tokens"]
     assert "glm5-next-tiny" in text
     assert "1 of them longer than index_topk 64" in text
-    assert text.endswith("the same tokens in every mode\n")
+    assert text.endswith("the same tokens under every schedule\n")
 
 
 def test_a_config_alone_is_enough_with_dummy_weights(folder: Path, tmp_path: Path) -> None:

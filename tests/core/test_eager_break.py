@@ -8,6 +8,7 @@ from threading import Thread
 import pytest
 
 from sidestream.core.eager_break import eager_break_during_capture, recording_breaks
+from sidestream.errors import GraphError
 
 
 class Recorder:
@@ -99,3 +100,23 @@ def test_another_thread_is_not_recorded() -> None:
         thread.start()
         thread.join()
     assert (recorder.given, calls) == ([], [(1, 0)])
+
+
+def test_a_break_that_returns_something_is_told_so() -> None:
+    @eager_break_during_capture
+    def gives() -> int:  # type: ignore[arg-type]
+        return 3
+
+    with pytest.raises(GraphError, match=r"gives' returned a int, .* static buffer"):
+        gives()
+
+
+def test_a_name_can_be_given_where_the_function_is_marked() -> None:
+    @eager_break_during_capture(name="attention of layer 3")
+    def attend(seen: list[int]) -> None:
+        seen.append(1)
+
+    recorder, seen = Recorder(), list[int]()
+    with recording_breaks(recorder):
+        attend(seen)
+    assert [name for name, _ in recorder.given] == ["attention of layer 3"]

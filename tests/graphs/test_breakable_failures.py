@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sidestream.core import eager_break
+from sidestream.errors import GraphError
 from sidestream.graphs.breakable import BreakableCUDAGraphCapture
 from sidestream.streams.simulated import DeviceError
 from tests.graphs.pieces import Pieces, break_here
@@ -59,9 +60,9 @@ def assert_failed(capture: BreakableCUDAGraphCapture) -> None:
     """It holds nothing and can be neither replayed nor captured again."""
     assert capture.segments == ()
     assert capture.breaks == ()
-    with pytest.raises(AssertionError, match="'pieces' is failed and cannot be replayed"):
+    with pytest.raises(GraphError, match="'pieces' is failed and cannot be replayed"):
         capture.replay()
-    with pytest.raises(AssertionError, match="'pieces' is failed; make another one"), capture:
+    with pytest.raises(GraphError, match="'pieces' is failed; make another one"), capture:
         pass
 
 
@@ -126,9 +127,9 @@ def test_a_host_read_in_a_segment_is_refused_and_named() -> None:
 
 
 def test_a_block_that_swallows_the_error_of_a_break_does_not_make_a_capture() -> None:
-    capture_fails(Machine(), AssertionError, "'pieces' has no open segment", swallowed_bad_break)
+    capture_fails(Machine(), GraphError, "'pieces' has no open segment", swallowed_bad_break)
     outside = "break 'good' outside of a segment"
-    capture_fails(Machine(), AssertionError, outside, swallowed_bad_break, good_break)
+    capture_fails(Machine(), GraphError, outside, swallowed_bad_break, good_break)
 
 
 def test_a_break_on_another_stream_is_refused() -> None:
@@ -139,14 +140,14 @@ def test_a_break_on_another_stream_is_refused() -> None:
         with machine.on_side():
             bad_break()
 
-    note = capture_fails(machine, AssertionError, "'bad' is called on stream 'side'", elsewhere)
+    note = capture_fails(machine, GraphError, "'bad' is called on stream 'side'", elsewhere)
     assert note == "in segment 0 of capture 'pieces'"
 
 
 def test_a_capture_inside_another_fails_both() -> None:
     machine = Machine()
     inner = BreakableCUDAGraphCapture(machine.streams, "inner")
-    capture_fails(machine, AssertionError, "capture 'inner, segment 0' inside", inner.__enter__)
+    capture_fails(machine, GraphError, "capture 'inner, segment 0' inside", inner.__enter__)
 
 
 def test_a_capture_that_cannot_begin_leaves_the_one_around_it_alone() -> None:
@@ -155,7 +156,7 @@ def test_a_capture_that_cannot_begin_leaves_the_one_around_it_alone() -> None:
     capture = BreakableCUDAGraphCapture(machine.streams, "pieces")
     with machine.on_compute():
         with machine.streams.capture("whole") as graph:
-            with pytest.raises(AssertionError, match=r"inside Capture\('whole'\)"), capture:
+            with pytest.raises(GraphError, match=r"inside Capture\('whole'\)"), capture:
                 pass
             assert eager_break._RECORDER.get() is None
             x.add_(1)
@@ -224,14 +225,14 @@ def test_a_failed_replay_names_the_break_and_the_next_replay_is_whole() -> None:
 def test_a_capture_is_made_once_and_replayed_only_when_made() -> None:
     machine = Machine()
     capture = BreakableCUDAGraphCapture(machine.streams, "pieces")
-    with pytest.raises(AssertionError, match="is new and cannot be replayed"):
+    with pytest.raises(GraphError, match="is new and cannot be replayed"):
         capture.replay()
     with machine.on_compute():
-        with capture, pytest.raises(AssertionError, match="is open and cannot be replayed"):
+        with capture, pytest.raises(GraphError, match="is open and cannot be replayed"):
             capture.replay()
-        with pytest.raises(AssertionError, match="'pieces' is ready; make another one"), capture:
+        with pytest.raises(GraphError, match="'pieces' is ready; make another one"), capture:
             pass
         capture.replay()
-    with pytest.raises(AssertionError, match="break 'late' outside of a segment of capture 'pieces'"):
+    with pytest.raises(GraphError, match="break 'late' outside of a segment of capture 'pieces'"):
         capture.add_eager(lambda: None, name="late")
     assert_usable_again(machine)

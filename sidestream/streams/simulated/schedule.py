@@ -8,6 +8,7 @@ from enum import Enum
 
 import numpy as np
 
+from sidestream.errors import ConfigError
 from sidestream.streams.simulated.site import Site
 
 Rows = dict[int, np.ndarray]
@@ -94,7 +95,8 @@ class Scheduler:
     """
 
     def __init__(self, order: Order, *, seed: int, starved: str | None) -> None:
-        assert (order is Order.STARVED) == (starved is not None), f"order {order} with starved stream {starved!r}"
+        if (order is Order.STARVED) != (starved is not None):
+            raise ConfigError(f"order {order} with starved={starved!r}: Order.STARVED, and no other, names a stream")
         self._order = order
         self._random = random.Random(seed)
         self._starved = starved
