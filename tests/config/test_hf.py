@@ -15,7 +15,7 @@ from sidestream.config.model import Architecture, AttentionKind, Fp8BlockConfig,
 from sidestream.errors import ConfigError
 from tests.tiny_models import ARCHITECTURES, VARIANTS, build_oracle, tiny_config
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[2] / "benchmarks" / "configs"
 CLASSES: dict[str, type[PreTrainedConfig]] = {
     "glm5_next": Glm5NextConfig,
     "glm5_next_text": Glm5NextTextConfig,

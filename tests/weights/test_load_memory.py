@@ -54,7 +54,7 @@ def test_peak_memory_stays_near_the_loaded_form(tmp_path: Path) -> None:
         "fp8.weight_scale_inv": torch.ones(32, 64),
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    config = Path(__file__).parents[1] / "config" / "data" / "glm-5.2.json"
+    config = Path(__file__).parents[2] / "benchmarks" / "configs" / "glm-5.2.json"
     command = [sys.executable, "-W", "error", "-c", _CHILD, str(tmp_path), str(config)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
