@@ -38,6 +38,7 @@ class StepInputsBuilder:
         kpool: tokens an index pool; 1 at token granularity or without an indexer.
         rollback: tokens that a sequence may take back.
         max_blocks: of one sequence; width of a uniform step's block table.
+        max_model_len: longest sequence; 0 is all that ``max_blocks`` hold.
         place: brings arrays to the device: ``place_on_host`` or ``PackedUpload.place``.
         capturable: graph segments may hold this device's steps, so their work covers padding rows too.
     """
@@ -47,6 +48,7 @@ class StepInputsBuilder:
     kpool: int
     rollback: int
     max_blocks: int = 0
+    max_model_len: int = 0
     place: Place = place_on_host
     capturable: bool = False
 
@@ -180,15 +182,19 @@ class StepInputsBuilder:
         """A step that touches scratch memory only, for warm-up and capture.
 
         Args:
-            rows: of a uniform step all are padding; of any other none: one prefill, and with ``decode`` the second
-                token of a sequence in front of it, so that what only mixed batches run is compiled as well.
+            rows: of a uniform step all are padding; of any other none: prefills as long as a sequence may be, and with
+                ``decode`` the second token of a sequence in front of them, so that what only mixed batches run is
+                compiled as well.
         """
         if uniform:
             return self.build_uniform((), (), rows=rows)
-        first = int(decode and rows > 1)
+        longest = self.max_model_len or max(self.max_blocks * self.block_size, 1)
+        first = int(decode and rows > 1 and longest > 1)
         chunks = [Chunk("scratch decode", 1, 1, (SCRATCH_BLOCK,), SCRATCH_SLOT, is_decode=True, samples=False)] * first
-        blocks = (SCRATCH_BLOCK,) * -(-(rows - first) // self.block_size)
-        chunks.append(Chunk("scratch", 0, rows - first, blocks, SCRATCH_SLOT, is_decode=False, samples=False))
+        for done in range(first, rows, longest):
+            length = min(longest, rows - done)
+            blocks = (SCRATCH_BLOCK,) * -(-length // self.block_size)
+            chunks.append(Chunk("scratch", 0, length, blocks, SCRATCH_SLOT, is_decode=False, samples=False))
         return self.build(chunks, [0] * rows, rows=rows)
 
     def _sources(self, sources: Sequence[int] | None, rows: int) -> Array | None:

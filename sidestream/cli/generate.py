@@ -79,6 +79,10 @@ def generate(
     max_model_len: Annotated[int | None, typer.Option(help="Longest sequence; the model's limit without it.")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens a KV block.")] = 64,
     cudagraph_mode: Annotated[str, typer.Option(help="auto, none, piecewise, full or full_and_piecewise.")] = "auto",
+    max_capture_tokens: Annotated[int | None, typer.Option(help="Largest mixed batch with a graph.")] = None,
+    stream_policy: Annotated[str, typer.Option(help="auto, external or stream.")] = "auto",
+    graph_debug: Annotated[bool, typer.Option("--graph-debug", help="Check addresses, poison static buffers.")] = False,
+    num_blocks: Annotated[int | None, typer.Option(help="KV blocks; derived from the memory limit without it.")] = None,
     memory_limit: Annotated[str | None, typer.Option(help="'8GiB' or '60%', weights and caches together.")] = None,
 ) -> None:
     params = SamplingParams(
@@ -112,6 +116,10 @@ def generate(
         max_model_len=max_model_len,
         block_size=block_size,
         cudagraph_mode=cudagraph_mode,
+        max_capture_tokens=max_capture_tokens,
+        stream_policy=stream_policy,
+        graph_debug=graph_debug,
+        num_blocks=num_blocks,
         memory_limit=memory_limit,
     )
     if demo:

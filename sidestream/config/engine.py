@@ -29,7 +29,7 @@ class EngineConfig:
             none for other batches), "full_and_piecewise", or "auto": the last on a device that has graphs, "none" on a
             CPU.
         max_capture_tokens: largest batch of any mix that is captured; None is ``max_num_batched_tokens``, or 16 on the
-            simulated device. Decodes are captured up to ``max_num_seqs``.
+            simulated device, and no more than a step can hold. Decodes are captured up to ``max_num_seqs``.
         stream_policy: how a wait crosses the boundary of a capture: "external" events, whole "stream" waits, or
             "auto": the first where the device has them.
         graph_debug: at every replay check that inputs lie where the graph reads them, and poison static buffers.

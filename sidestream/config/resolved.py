@@ -81,7 +81,7 @@ def resolve(user: EngineConfig, model: ModelConfig, *, cuda_available: bool, dev
     dtype = user.dtype
     if dtype == "auto":
         dtype = "float32" if device != "cuda" or model.dtype not in DTYPES else str(model.dtype)
-    _one_of("dtype", dtype, DTYPES)
+    _one_of("dtype", dtype, DTYPES, auto=True)
     _one_of("load_format", user.load_format, LOAD_FORMATS)
     _one_of("kv_cache_dtype", user.kv_cache_dtype, KV_CACHE_DTYPES)
     mode = resolve_cudagraph_mode(user.cudagraph_mode, device)

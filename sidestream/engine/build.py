@@ -80,9 +80,7 @@ def build_engine(
     config = resolve(
         user, model_config, cuda_available=torch.cuda.is_available(), device_memory=_device_memory(user.device)
     )
-    backend = open_backend(config.device) if backend is None else backend
-    device, dtype = backend.device, getattr(torch, config.dtype)
-    layout = _row_layout(config)
+    dtype, layout = getattr(torch, config.dtype), _row_layout(config)
     groups = plan_cache_groups(
         model_config,
         block_size=config.block_size,
@@ -93,9 +91,10 @@ def build_engine(
     )
     weights = weight_bytes(config, dtype)
     num_blocks, num_slots, max_model_len = size_pools(config, groups, weights=weights)
-    model, report = load_model(folder, config, device=device, dtype=dtype)
+    backend = open_backend(config.device) if backend is None else backend
+    model, report = load_model(folder, config, device=backend.device, dtype=dtype)
     assert _bytes_of(model) == weights, f"the weights take {_bytes_of(model)} bytes, {weights} were foreseen"
-    pools = CachePools(groups, num_blocks, num_slots, device=device)
+    pools = CachePools(groups, num_blocks, num_slots, device=backend.device)
     runner = start_runner(model, config, pools, backend=backend, max_model_len=max_model_len, weight_bytes=weights)
     return BuiltEngine(
         config=config,
@@ -118,10 +117,13 @@ def build_engine(
 def in_graph_mode(built: BuiltEngine, cudagraph_mode: str, *, observer: LayerObserver | None = None) -> BuiltEngine:
     """An engine over the same weights and pools that runs its steps in another mode; use one of them at a time.
 
+    Waits until ``built`` is idle: a step of it that failed may have left work on streams of its own.
+
     Args:
         observer: sees what each decoder layer puts out, in captured graphs too; its memory is on the same device.
     """
     config = replace(built.config, cudagraph_mode=resolve_cudagraph_mode(cudagraph_mode, built.config.device))
+    built.runner.settle()
     runner = start_runner(
         built.model,
         config,
@@ -250,13 +252,14 @@ def wire_runner(
 ) -> ModelRunner:
     """Connect a model to its caches, and to the graphs of a device that has them."""
     model_config = config.model
-    graphs = None if config.device == "cpu" else step_graphs(config, streams)
+    graphs = None if config.device == "cpu" else step_graphs(config, streams, max_model_len=max_model_len)
     builder = StepInputsBuilder(
         block_size=config.block_size,
         conv_size=model_config.kda.conv_size if model_config.kda is not None else 0,
         kpool=config.kpool,
         rollback=config.rollback,
         max_blocks=-(-max_model_len // config.block_size),
+        max_model_len=max_model_len,
     )
     if graphs is not None:
         capacity = builder.upload_elements(max_seqs=config.max_num_seqs, max_tokens=graphs.dispatcher.mixed_sizes[-1])
@@ -280,12 +283,12 @@ def wire_runner(
     )
 
 
-def step_graphs(config: ResolvedConfig, streams: Streams) -> StepGraphs:
+def step_graphs(config: ResolvedConfig, streams: Streams, *, max_model_len: int) -> StepGraphs:
     """Which steps are captured, and where their static memory lies."""
     dispatcher = GraphDispatcher(
         config.cudagraph_mode,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len),
         max_capture_tokens=config.max_capture_tokens,
     )
     most = dispatcher.mixed_sizes[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
@@ -62,6 +63,20 @@ class _Launched:
     logprobs: dict[str, TopLogprobs]
 
 
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    """An output with what its request must know once it is put out.
+
+    Attributes:
+        position: of its token in the sequence.
+        prompt_logprobs: how many are given with it and before it.
+    """
+
+    output: EngineOutput
+    position: int
+    prompt_logprobs: int
+
+
 class EngineCore:
     """Continuous batching over one built engine.
 
@@ -86,7 +101,7 @@ class EngineCore:
         self._tokens: dict[str, _Tokens] = {}
         self._stepping = False
         self._aborts: list[str] = []
-        self._outbox: list[EngineOutput] = []
+        self._outbox: list[_Posted] = []
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=config.max_num_seqs,
@@ -117,7 +132,8 @@ class EngineCore:
         return self.scheduler.abort(request_id)
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work()
+        """Some request is unfinished, or something was put out that no call of ``step`` has returned."""
+        return self.scheduler.has_work() or bool(self._outbox)
 
     def step(self) -> list[EngineOutput]:
         """Run one step; what it gave each request that got something.
@@ -141,8 +157,8 @@ class EngineCore:
             self._stepping = False
             while self._aborts:
                 self.abort(self._aborts.pop())
-        outputs, self._outbox = self._outbox, []
-        return outputs
+        posted, self._outbox = self._outbox, []
+        return [post.output for post in posted]
 
     @torch.inference_mode()
     def _launch(self, step: ScheduledStep) -> _Launched:
@@ -175,16 +191,29 @@ class EngineCore:
                 launched.logprobs.get(event.request_id),
                 tuple(state.pending_prompt_logprobs),
             )
+            self._outbox.append(_Posted(output, len(state.tokens), state.prompt_logprobs_done))
+            self._record(self._outbox[-1])
+
+    def _record(self, posted: _Posted) -> None:
+        """Tell the request what was put out for it; a second time changes nothing."""
+        output, state = posted.output, self._tokens.get(posted.output.request_id)
+        if state is None:
+            return
+        if posted.prompt_logprobs > state.prompt_logprobs_given:
+            state.prompt_logprobs_given = posted.prompt_logprobs
             state.pending_prompt_logprobs.clear()
-            state.prompt_logprobs_given = state.prompt_logprobs_done
-            self._outbox.append(output)
-            state.tokens.append(event.token_id)
-            if event.finish_reason is not None:
-                del self._tokens[event.request_id]
+        if output.token_id is not None and len(state.tokens) == posted.position:
+            state.tokens.append(output.token_id)
+        if output.finish_reason is not None:
+            self._tokens.pop(output.request_id, None)
 
     def _recover(self) -> None:
-        """Begin again with what every unfinished request has."""
+        """Begin again with what every unfinished request has, what was put out before the error included."""
+        with contextlib.suppress(RuntimeError):  # a broken device says so again; the error being handled comes first
+            self._runner.settle()
         self._launched.clear()
+        for posted in self._outbox:
+            self._record(posted)
         for state in self._tokens.values():
             state.pending_prompt_logprobs.clear()
             state.prompt_logprobs_done = state.prompt_logprobs_given

@@ -113,6 +113,7 @@ class LLM:
         self._ids = itertools.count()
         self._one_thread = threading.Lock()
         self._inboxes: dict[str, deque[EngineOutput]] = {}
+        self._undelivered: deque[EngineOutput] = deque()
 
     def generate(
         self,
@@ -216,10 +217,13 @@ class LLM:
         if not self._one_thread.acquire(blocking=False):
             raise SidestreamError("another thread is running a step of this LLM; one thread must drive it")
         try:
-            events = self.core.step()
+            if not self._undelivered:  # otherwise an interrupt came between the last step and its delivery
+                assert self.core.has_work(), f"requests {list(self._inboxes)} are awaited, and the engine has none left"
+                self._undelivered.extend(self.core.step())
         finally:
             self._one_thread.release()
-        for event in events:
+        while self._undelivered:
+            event = self._undelivered.popleft()
             if (inbox := self._inboxes.get(event.request_id)) is not None:
                 inbox.append(event)
 

@@ -93,6 +93,10 @@ class ModelRunner:
         """Issue the block's work to the compute stream."""
         return self.streams.backend.use(self.streams.compute)
 
+    def settle(self) -> None:
+        """Wait until the device is idle: after a failed step a side stream may be at work that nothing waits for."""
+        self.streams.backend.synchronize()
+
     @torch.inference_mode()
     def forward(
         self,
@@ -172,8 +176,10 @@ class ModelRunner:
     def _scratch(self, plan: StepPlan) -> StepInputs:
         assert self.graphs is not None
         self.streams.begin_step()
-        two = self.graphs.dispatcher.decode_sizes[-1] > 1  # else no batch holds a decode and a prefill
-        return self._builder.scratch(rows=plan.key.tokens, uniform=plan.key.uniform, decode=two)
+        rows, longest = plan.key.tokens, max(self._builder.max_model_len, 1)
+        sequences = 1 + -(-(rows - 1) // longest)
+        fits = sequences <= self.graphs.dispatcher.decode_sizes[-1]  # else no batch of that size holds a decode
+        return self._builder.scratch(rows=rows, uniform=plan.key.uniform, decode=fits)
 
     def _context(
         self, inputs: StepInputs, mode: CUDAGraphMode, *, buffers: bool = False

@@ -100,6 +100,9 @@ class BreakableCUDAGraphCapture:
         self._parts.append(part)
         with recording_breaks(None):
             body()
+        left = self._streams.backend.current_stream()
+        if left is not self._stream:
+            raise GraphError(f"break {name!r} left stream {left.name!r} current; it must return on {here.name!r}")
         self._begin_segment()
 
     def __exit__(

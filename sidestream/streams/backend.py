@@ -155,14 +155,19 @@ class PolicyReport:
         return f"stream waits: {self.policy.value} ({self.reason})"
 
 
-def choose_policy(backend: StreamBackend, requested: Policy | None = None) -> PolicyReport:
+def choose_policy(backend: StreamBackend, requested: Policy | str | None = None) -> PolicyReport:
     """Choose once, at start.
 
     Args:
-        requested: None takes the best that the backend can do.
+        requested: a policy or its name; None takes the best that the backend can do.
     Raises:
-        ConfigError: EXTERNAL was asked for and the backend cannot do it.
+        ConfigError: EXTERNAL was asked for and the backend cannot do it; there is no such policy.
     """
+    if isinstance(requested, str):
+        names = [policy.value for policy in Policy]
+        if requested not in names:
+            raise ConfigError(f"stream policy is {requested!r}, allowed are {', '.join(map(repr, names))}")
+        requested = Policy(requested)
     missing = backend.external_events
     if requested is Policy.STREAM:
         return PolicyReport(Policy.STREAM, "asked for")

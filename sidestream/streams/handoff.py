@@ -72,6 +72,8 @@ class Handoff:
     """
 
     def __init__(self, streams: Streams, name: str, *, producer: str, consumers: Sequence[str]) -> None:
+        if isinstance(consumers, str):
+            raise HandoffError(f"handoff {name!r}: consumers is the string {consumers!r}; give a tuple of names")
         if not consumers:
             raise HandoffError(f"handoff {name!r} of producer {producer!r} has no consumer")
         streams.claim_name(name, producer)
@@ -93,6 +95,7 @@ class Handoff:
         """
         streams, backend = self._streams, self._streams.backend
         source = streams.open_capture
+        self._refuse_foreign_capture()
         self._refuse_second(source)
         mark, edge = self._eager, None
         if source is None:
@@ -126,6 +129,7 @@ class Handoff:
                 replayed since.
         """
         consumer = self._declared(consumer)
+        self._refuse_foreign_capture()
         last = self._of_this_step(consumer)
         streams, backend = self._streams, self._streams.backend
         here, source = streams.open_capture, last.source
@@ -194,6 +198,14 @@ class Handoff:
         if last.ran or source is last.source:
             where = "eagerly" if last.source is None else f"in {last.source!r}"
             raise HandoffError(f"{self._who()}: published twice in step {step}, the first time {where}")
+
+    def _refuse_foreign_capture(self) -> None:
+        """A capture that this handoff's ``Streams`` did not begin would hold it without anybody knowing."""
+        if self._streams.open_capture is None and self._streams.backend.is_capturing():
+            raise HandoffError(
+                f"{self._who()}: used on stream {self._streams.backend.current_stream().name!r}, which a capture "
+                "records that other Streams began; a handoff belongs to the Streams it was made with"
+            )
 
     def _who(self, consumer: str | None = None) -> str:
         waiting = repr(consumer) if consumer else " and ".join(map(repr, self.consumers))

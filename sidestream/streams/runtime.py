@@ -119,7 +119,7 @@ class Streams:
         open_capture: the capture being recorded, or None; None also inside an eager break.
     """
 
-    def __init__(self, backend: StreamBackend, *, policy: Policy | None = None) -> None:
+    def __init__(self, backend: StreamBackend, *, policy: Policy | str | None = None) -> None:
         self.backend = backend
         self.report = choose_policy(backend, policy)
         self.compute = backend.new_stream("compute")

@@ -67,8 +67,10 @@ class PackedUpload:
             self._backend.synchronize_event(copied)
         self._calls += 1
         host[:end].copy_(torch.from_numpy(packed))
-        self._device[:end].copy_(host[:end], non_blocking=True)
-        self._backend.record(copied)
+        try:
+            self._device[:end].copy_(host[:end], non_blocking=True)
+        finally:  # an interrupt may come behind the launch
+            self._backend.record(copied)
         return [
             self._device[start : start + array.size].view(array.shape)
             for start, array in zip(starts, arrays, strict=True)

@@ -144,6 +144,20 @@ def test_a_break_on_another_stream_is_refused() -> None:
     assert note == "in segment 0 of capture 'pieces'"
 
 
+def test_a_break_that_leaves_another_stream_current_is_told_so() -> None:
+    machine = Machine()
+    side = machine.backend.use(machine.side)
+
+    def leaves() -> None:
+        break_here(lambda: side.__enter__(), "leaves")
+
+    try:
+        note = capture_fails(machine, GraphError, "'leaves' left stream 'side' current", leaves)
+    finally:
+        side.__exit__(None, None, None)
+    assert note == "in break 'leaves' behind segment 0 of capture 'pieces'"
+
+
 def test_a_capture_inside_another_fails_both() -> None:
     machine = Machine()
     inner = BreakableCUDAGraphCapture(machine.streams, "inner")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sidestream.errors import GraphError, HandoffError
+from sidestream.errors import ConfigError, GraphError, HandoffError
 from sidestream.streams import Handoff, Policy, Streams, WaitKind
 from sidestream.streams.simulated import DeviceError, Order, SimulatedBackend
 from tests.streams.programs import ORDERS, Machine
@@ -440,3 +440,31 @@ def test_a_consumer_on_the_producers_own_stream_checks_without_waiting() -> None
     machine.streams.begin_step()
     with pytest.raises(HandoffError, match="was not published in step"):
         ready.require_published()
+
+
+def test_a_policy_may_be_named() -> None:
+    assert Streams(SimulatedBackend(), policy="stream").report.policy is Policy.STREAM
+    with pytest.raises(ConfigError, match="stream policy is 'fast', allowed are 'external', 'stream'"):
+        Streams(SimulatedBackend(), policy="fast")
+    with pytest.raises(ConfigError, match="needs external events"):
+        Streams(SimulatedBackend(external_events="it is old"), policy="external")
+
+
+def test_one_consumer_is_not_a_string_of_many() -> None:
+    with pytest.raises(HandoffError, match="consumers is the string 'conversion'"):
+        Handoff(Streams(SimulatedBackend()), "ready", producer="indexer", consumers="conversion")
+
+
+@pytest.mark.parametrize("use", ["publish", "wait"])
+def test_a_handoff_in_a_capture_of_other_streams_is_refused(use: str) -> None:
+    machine = Machine()
+    others = Streams(machine.backend)
+    ready = machine.handoff()
+    if use == "wait":
+        ready.publish()
+    with (
+        machine.on_compute(),
+        others.capture("theirs"),
+        pytest.raises(HandoffError, match="which a capture records that other Streams began"),
+    ):
+        getattr(ready, use)()

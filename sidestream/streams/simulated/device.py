@@ -31,7 +31,7 @@ class DeviceCore:
 
     def __init__(self, order: Order, *, seed: int, starved: str | None) -> None:
         self._scheduler = Scheduler(order, seed=seed, starved=starved)
-        self._allocator = Allocator()
+        self.allocator = Allocator()
         self._clock: dict[int, int] = {_HOST: 1}
         self._ticks: Counter[int] = Counter()
         self._timelines = itertools.count(_HOST + 1)
@@ -50,9 +50,9 @@ class DeviceCore:
         """Poisoned memory on the current stream, as a CPU view and the storage that keeps it."""
         self.collect()
         graph = self.current.recording
-        pool = self._allocator.default if graph is None else graph.pool
+        pool = self.allocator.default if graph is None else graph.pool
         nbytes = _nbytes(shape, stride, dtype)
-        storage, reused = self._allocator.take(nbytes, pool=pool, stream=self.current, poison=_poison_of(dtype))
+        storage, reused = self.allocator.take(nbytes, pool=pool, stream=self.current, poison=_poison_of(dtype))
         block = storage.block
         spoiled, block.poison, block.graph = block.poison, _poison_of(dtype), graph
         if reused and graph is not None:
@@ -66,12 +66,12 @@ class DeviceCore:
     def take_host(self, shape: Sequence[int], *, dtype: torch.dtype) -> tuple[torch.Tensor, Storage]:
         """Page-locked host memory, poisoned."""
         stride = torch.empty(tuple(shape), device="meta").stride()
-        storage = self._allocator.take_host(_nbytes(shape, stride, dtype), poison=_poison_of(dtype))
+        storage = self.allocator.take_host(_nbytes(shape, stride, dtype), poison=_poison_of(dtype))
         return _view(storage.block, shape, stride, dtype), storage
 
     def collect(self) -> None:
         """Let released memory go back to its pools."""
-        self._allocator.collect(self._spoil)
+        self.allocator.collect(self._spoil)
 
     def _spoil(self, block: Block, site: Site) -> None:
         """Overwrite released memory in stream order, so that whoever still reads it is seen."""

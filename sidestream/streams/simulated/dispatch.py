@@ -10,6 +10,7 @@ import torch
 
 from sidestream.streams.simulated import aten
 from sidestream.streams.simulated.device import DeviceCore
+from sidestream.streams.simulated.graph import DeviceError
 from sidestream.streams.simulated.hazards import Touch
 from sidestream.streams.simulated.memory import extent_of
 from sidestream.streams.simulated.schedule import Rows
@@ -183,6 +184,11 @@ class Dispatcher:
             return None
         extent = extent_of(tensor.elem)
         block = tensor.storage_owner.block
+        if tensor.storage_owner.allocator is not self._core.allocator:
+            raise DeviceError(
+                f"a tensor taken at {block.taken} belongs to a simulated device that was replaced by a later one: one "
+                "is active at a time, so what was built on the earlier can not be used any more"
+            )
         return None if extent is None else Touch(block, extent, write, block.tenant, by_rows)
 
 

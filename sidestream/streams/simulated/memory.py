@@ -65,6 +65,11 @@ class Storage:
         self.block = block
         self._release = release
 
+    @property
+    def allocator(self) -> object:
+        """That the block came from: of one simulated device."""
+        return self._release.__self__  # type: ignore[attr-defined]
+
     def __del__(self) -> None:
         self._release(self.block)
 

@@ -121,7 +121,7 @@ CAPTURES = (
             ),
         ),
         Workload("full_and_piecewise", "KD"),
-        Refused(DeviceError, ("not permitted",), ("_indices", "_begin_segment")),
+        Refused(DeviceError, ("not permitted",), ("_lay_out", "_begin_segment")),
     ),
     Fault(
         "indexer of any batch left in the segment",
@@ -198,7 +198,10 @@ UPLOADS = (
     ),
     Fault(
         "the copy's event recorded before the copy",
-        (Edit(UPLOAD, "PackedUpload.place", f"{COPY}\n    {RECORD}", f"{RECORD}; {COPY}"),),
+        (
+            Edit(UPLOAD, "PackedUpload.place", RECORD, "pass"),
+            Edit(UPLOAD, "PackedUpload.place", COPY, f"{RECORD}; {COPY}"),
+        ),
         NONE,
         REWRITTEN,
     ),

@@ -125,7 +125,7 @@ CROSSINGS: dict[str, Crossing] = {
     "streams/handoff.py Handoff.publish: backend.record(edge) #2": Crossing(
         inside_an_open_capture,
         Policy.EXTERNAL,
-        Refused(AssertionError, ("'indexer'", "'attention'", "which Capture('segment') does not record")),
+        Refused(HandoffError, ("'indexer'", "'attention'", "which Capture('segment') does not record")),
     ),
     "streams/handoff.py Handoff.wait: here.add_wait(_CrossingWait(self, here, source, consumer))": UNAWAITED,
     "streams/handoff.py _CrossingWait.before_replay: handoff._streams.backend.wait_stream(last.stream)": UNAWAITED,
@@ -157,3 +157,6 @@ GUARDS: dict[str, Guard] = {
         replayed_twice_in_a_step, Refused(HandoffError, (HANDOFF, "published twice"))
     ),
 }
+
+SETTLES = "engine/runner.py ModelRunner.settle: self.streams.backend.synchronize()"
+"""Matters behind an interrupt only, so it has a test of its own."""

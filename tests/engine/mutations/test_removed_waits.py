@@ -5,21 +5,27 @@ The places are found in the source. A new one fails here until its removal is sh
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from sidestream.streams import Capture, Handoff, Policy, StreamBackend, Streams
+from sidestream.streams.simulated import DeviceFaultError, SimulatedBackend
 from tests.engine.mutations import crossings
 from tests.engine.mutations.conftest import Subject
-from tests.engine.mutations.removals import CROSSINGS, GUARDS, REMOVALS, Guard
+from tests.engine.mutations.removals import CROSSINGS, GUARDS, REMOVALS, SETTLES, Guard
 from tests.engine.mutations.sites import ORDERING_CALLS, OTHER_CALLS, apply, places, remove
 from tests.engine.mutations.subject import Outcome, Workload
+from tests.engine.sim.harness import make_model
+from tests.engine.sim.test_interrupts import core_of, interrupted, raise_at
+from tests.engine.sim.test_pipeline import request
 
 PLACES = {str(place): place for place in places()}
 
 
 def test_every_place_has_a_mutation() -> None:
-    known = {*REMOVALS, *CROSSINGS, *GUARDS}
-    assert len(known) == len(REMOVALS) + len(CROSSINGS) + len(GUARDS)
+    known = {*REMOVALS, *CROSSINGS, *GUARDS, SETTLES}
+    assert len(known) == len(REMOVALS) + len(CROSSINGS) + len(GUARDS) + 1
     assert sorted(known) == sorted(PLACES), "add what the removal of a new place brings about, drop what is gone"
 
 
@@ -69,3 +75,23 @@ def _faulty(guard: Guard, subject: Subject, *, without: str | None) -> Outcome:
         if isinstance(guard.work, Workload):
             return subject.serve(guard.work)
         return crossings.run(guard.work, Policy.EXTERNAL)
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_failed_step_that_does_not_settle_is_found_out(removed: bool, tmp_path: Path) -> None:
+    """An interrupt between a conversion and the wait for it: the side stream goes on, beside the next step's upload."""
+    make_model("glm_moe_dsa", tmp_path)
+    core = core_of(tmp_path, "sim")
+    backend = core._runner.streams.backend
+    assert isinstance(backend, SimulatedBackend)
+    error, hazards = None, ()
+    with pytest.MonkeyPatch.context() as patch:
+        raise_at(patch, Handoff, "publish", 3, after=True, only="physical_topk_ready")
+        if removed:
+            remove(PLACES[SETTLES], patch)
+        try:
+            interrupted(core, [request("a", 9, max_tokens=5), request("b", 4, max_tokens=6)])
+            hazards = backend.hazards()
+        except DeviceFaultError as fault:
+            error = fault
+    assert (error is not None or len(hazards) > 0) == removed
