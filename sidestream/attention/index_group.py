@@ -58,7 +58,7 @@ class SparseMLAIndexGroup:
     Args:
         layers: the leader first, then its followers.
         streams: of the device.
-        side: the stream that resolves.
+        side: the stream that resolves; None resolves inline in every step, for a device that has one stream only.
         width: entries of a top-k row.
         decode_rows: rows of the persistent buffers. A step with more rows gets buffers of its own and resolves inline,
             on the compute stream: a prefill hides nothing by a second stream.
@@ -73,7 +73,7 @@ class SparseMLAIndexGroup:
         layers: Sequence[int],
         *,
         streams: Streams,
-        side: Stream,
+        side: Stream | None,
         width: int,
         decode_rows: int,
         resolver: TopKResolver,
@@ -111,8 +111,9 @@ class SparseMLAIndexGroup:
 
     @property
     def inline(self) -> bool:
-        """Whether this step has more rows than the persistent buffers."""
-        return self._step is not self._decode_buffers
+        """Whether this step resolves on the current stream: it has more rows than the persistent buffers, or there is
+        no side stream."""
+        return self._side is None or self._step is not self._decode_buffers
 
     def begin_step(self, rows: int) -> None:
         """Forget the last step's selection; on the stream that will compute."""
@@ -140,7 +141,7 @@ class SparseMLAIndexGroup:
         """
         logical, physical, counts = (buffer[: self._rows] for buffer in self._step)
         if not self._resolved:
-            if self.inline:
+            if self._side is None or self.inline:
                 self.logical_topk_ready.require_published()
                 self.resolver.resolve(logical, inputs, physical=physical, counts=counts)
             else:
@@ -171,8 +172,9 @@ class SparseMLAIndexGroupBuilder:
     def build(
         self, *, streams: Streams, width: int, decode_rows: int, resolver: TopKResolver
     ) -> tuple[SparseMLAIndexGroup, ...]:
-        """The groups, on one side stream: their conversions follow each other as their leaders do."""
-        side = streams.new_stream("index groups")
+        """The groups, on one side stream: their conversions follow each other as their leaders do. A CPU, where work
+        runs at once, has nothing to hide beside other work and gets none."""
+        side = None if streams.backend.device.type == "cpu" else streams.new_stream("index groups")
         return tuple(
             SparseMLAIndexGroup(
                 layers, streams=streams, side=side, width=width, decode_rows=decode_rows, resolver=resolver

@@ -46,10 +46,10 @@ def across_break(
 def break_without_result(name: str, kind: str, body: Callable[..., None], *inputs: torch.Tensor | None) -> None:
     """``across_break`` of a body that leaves its result elsewhere, in memory that lasts."""
     context = get_forward_context()
-    if context.boundary is not None:
-        held = _hold(context.boundary, kind, inputs)
-    else:
-        held = _compact(inputs) if context.inputs.capturable else list(inputs)
+    if context.boundary is None and not context.inputs.capturable:
+        body(*inputs)
+        return
+    held = _compact(inputs) if context.boundary is None else _hold(context.boundary, kind, inputs)
     eager_break_during_capture(body, name=name)(*held)
 
 
