@@ -57,7 +57,7 @@ def test_weights_are_normal_with_a_small_deviation() -> None:
     weight = draw("model.layers.0.self_attn.q_proj.weight", 400, 400)
     assert weight.mean().abs() < 2e-4
     assert weight.std() == pytest.approx(0.02, rel=0.02)
-    assert (weight.abs() < 0.02).float().mean() == pytest.approx(0.669, abs=0.006)  # five deviations; a normal has 0.683
+    assert (weight.abs() < 0.02).float().mean() == pytest.approx(0.669, abs=0.006)  # 5 deviations; normal: 0.683
 
 
 def test_neighbouring_keys_give_unrelated_weights() -> None:
