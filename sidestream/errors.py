@@ -5,6 +5,7 @@
     ├── CheckpointError      (ValueError)   files of a checkpoint are missing, broken or do not fit the config
     ├── RequestError         (ValueError)   one request asks for something impossible; nothing else changes
     ├── CapacityError        (MemoryError)  memory or a pool is too small for what was asked
+    ├── EngineDeadError      (RuntimeError) the engine's process has ended; nothing can be served any more
     ├── HandoffError         (RuntimeError) one stream waits for another without its counterpart, or in the wrong step
     └── GraphError           (RuntimeError) a graph is captured or replayed where, or with what, it cannot be
 
@@ -31,6 +32,10 @@ class RequestError(SidestreamError, ValueError):
 
 class CapacityError(SidestreamError, MemoryError):
     """Something does not fit: weights, a cache pool, or a request into the pools."""
+
+
+class EngineDeadError(SidestreamError, RuntimeError):
+    """The engine's process has ended, or was ended; every open request fails with this."""
 
 
 class HandoffError(SidestreamError, RuntimeError):

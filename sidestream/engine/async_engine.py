@@ -1,0 +1,354 @@
+"""``AsyncEngine``: the engine in a process of its own, as an event loop sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+import sys
+import tempfile
+from asyncio import FIRST_COMPLETED
+from asyncio import wait as first_of
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import zmq
+import zmq.asyncio
+
+from sidestream import errors
+from sidestream.config.engine import EngineConfig
+from sidestream.config.model import ModelConfig
+from sidestream.core.outputs import Logprob, RequestOutput
+from sidestream.core.request import FinishReason
+from sidestream.core.sampling_params import SamplingParams
+from sidestream.engine.core import EngineOutput
+from sidestream.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt
+from sidestream.engine.output_processor import OutputProcessor
+from sidestream.engine.tokenizer import load_tokenizer
+from sidestream.engine.wire import (
+    Abort,
+    Add,
+    Died,
+    EngineState,
+    Phase,
+    Ready,
+    Refused,
+    Shutdown,
+    Start,
+    StartFailed,
+    StepDone,
+    decode_event,
+    encode,
+)
+from sidestream.errors import EngineDeadError, RequestError, SidestreamError
+
+STOP_SECONDS = 10.0
+"""How long the process may take to end by itself."""
+LAST_WORD_SECONDS = 0.3
+"""How long what an ended process had sent may take to arrive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one token added to one completion.
+
+    Attributes:
+        text: that can be shown now; "" while a character or a stop string may be unfinished.
+        logprobs: of this token; None if not asked for.
+        output: its prompt's whole output, live.
+    """
+
+    prompt_index: int
+    completion_index: int
+    text: str
+    token_id: int
+    logprobs: dict[int, Logprob] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    output: RequestOutput
+
+
+Inbox: TypeAlias = "asyncio.Queue[Delta | SidestreamError]"
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where the tokens of one engine request go, and how much of its text went there."""
+
+    inbox: Inbox
+    prompt_index: int
+    completion_index: int
+    output: RequestOutput
+    shown: int = 0
+
+
+class AsyncEngine:
+    """A running engine process. Made by ``start``; all methods belong to that event loop.
+
+    Attributes:
+        ready: what the process said when it was ready.
+        state: its last report.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, link: _Link, folder: Path, ready: Ready, seed: int) -> None:
+        model = ModelConfig.from_hf(folder)
+        self.ready = ready
+        self.state = EngineState()
+        self.tokenizer: Any | None = load_tokenizer(folder)
+        self._process = process
+        self._link = link
+        self._inputs = InputProcessor(model, self.tokenizer, max_model_len=ready.max_model_len, seed=seed)
+        self._outputs = OutputProcessor(self.tokenizer, model.eos_token_ids)
+        self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+        self._ids = itertools.count()
+        self._places: dict[str, _Place] = {}
+        self._dead: str | None = None
+        self._tasks = (asyncio.create_task(self._receive()), asyncio.create_task(self._watch()))
+
+    @classmethod
+    async def start(
+        cls, folder: Path, config: EngineConfig, *, on_phase: Callable[[Phase], None] = lambda phase: None
+    ) -> AsyncEngine:
+        """Start the process and return when it has served a request of its own through every captured shape.
+
+        Raises:
+            ConfigError, CheckpointError, CapacityError: as ``LLM`` does.
+            EngineDeadError: the process ended.
+        """
+        link = _Link()
+        process = None
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "sidestream.engine.engine_process", link.address, stdin=asyncio.subprocess.DEVNULL
+            )
+            link.send(encode(Start(str(folder), config)))
+            ready = await _ready(process, link, on_phase)
+            return cls(process, link, folder, ready, config.seed)
+        except BaseException:
+            if process is not None:
+                await _end(process)
+            link.close()
+            raise
+
+    @property
+    def dead(self) -> str | None:
+        """Why the engine serves no more; None while it does."""
+        return self._dead
+
+    @property
+    def num_open(self) -> int:
+        """Engine requests that somebody waits for."""
+        return len(self._places)
+
+    async def died(self) -> str:
+        """Return when the process has ended, saying why."""
+        await asyncio.shield(self._tasks[1])
+        assert self._dead is not None, "the process is watched until it ends"
+        return self._dead
+
+    async def process(self, prompts: Sequence[tuple[Prompt, SamplingParams]]) -> list[ProcessedPrompt]:
+        """Check and tokenise prompts, away from the event loop.
+
+        Raises:
+            RequestError: naming what is wrong; of several prompts, which one.
+        """
+
+        def work() -> list[ProcessedPrompt]:
+            batch = []
+            for index, (prompt, params) in enumerate(prompts):
+                try:
+                    batch.append(self._inputs.process(str(next(self._ids)), prompt, params))
+                except RequestError as error:
+                    raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
+            return batch
+
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
+
+    async def stream(self, prompts: Sequence[ProcessedPrompt]) -> AsyncIterator[Delta]:
+        """Run prompts; one delta a token, of all completions as they come. Closing the iterator aborts what is left.
+
+        Raises:
+            CapacityError, RequestError: the engine can never run one of them; the others are aborted.
+            EngineDeadError: the process ended first.
+        """
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        try:
+            message = encode(Add(tuple(request for prompt in prompts for request in prompt.requests)))
+        except (OverflowError, UnicodeEncodeError) as error:
+            raise RequestError(f"the request holds what cannot be sent to the engine: {error}") from None
+        inbox: Inbox = asyncio.Queue()
+        names: list[str] = []
+        try:
+            for index, prompt in enumerate(prompts):
+                output = self._outputs.add(prompt)
+                for completion, request in enumerate(prompt.requests):
+                    names.append(request.request_id)
+                    self._places[request.request_id] = _Place(inbox, index, completion, output)
+            self._link.send(message)
+            left = len(names)
+            while left:
+                item = await inbox.get()
+                if isinstance(item, SidestreamError):
+                    raise item
+                left -= item.finish_reason is not None
+                yield item
+        finally:
+            self._drop(prompts, names)
+
+    def _drop(self, prompts: Sequence[ProcessedPrompt], names: Sequence[str]) -> None:
+        """Forget prompts; what is unfinished of them is aborted."""
+        aborted = [name for prompt in prompts for name in self._outputs.abort(prompt.request_id)]
+        for prompt in prompts:
+            self._outputs.forget(prompt.request_id)
+        for name in names:
+            self._places.pop(name, None)
+        if aborted and self._dead is None:
+            self._link.send(encode(Abort(tuple(aborted))))
+
+    async def stop(self) -> None:
+        """End the process; open requests fail with ``EngineDeadError``."""
+        if self._dead is None:
+            self._die("the engine was stopped")
+            self._link.send(encode(Shutdown()))
+        await _end(self._process, patience=STOP_SECONDS)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tokenizing.shutdown(wait=False)
+        self._link.close()
+
+    async def _receive(self) -> None:
+        try:
+            while True:
+                self._take(await self._link.receive())
+        except Exception as error:
+            self._die(f"a message of the engine could not be handled: {error}")
+            raise
+
+    def _take(self, message: bytes) -> None:
+        event = decode_event(message)
+        if isinstance(event, StepDone):
+            if event.state is not None:
+                self.state = event.state
+            stopped = [output.request_id for output in event.outputs if self._deliver(output)]
+            if stopped:
+                self._link.send(encode(Abort(tuple(stopped))))
+        elif isinstance(event, Refused):
+            if (place := self._places.get(event.request_id)) is not None:
+                place.inbox.put_nowait(_error(event.kind, event.message))
+        elif isinstance(event, Died):
+            self._die(f"a step of the engine failed: {event.message}")
+
+    def _deliver(self, output: EngineOutput) -> bool:
+        """Hand one token to whom it belongs; whether a stop string ended its request."""
+        place = self._places.get(output.request_id)
+        if place is None or not self._outputs.follows(output.request_id):
+            return False
+        stopped = self._outputs.push(output)
+        if output.token_id is None:
+            return False
+        made = place.output.outputs[place.completion_index]
+        place.inbox.put_nowait(
+            Delta(
+                prompt_index=place.prompt_index,
+                completion_index=place.completion_index,
+                text=made.text[place.shown :],
+                token_id=output.token_id,
+                logprobs=made.logprobs[-1] if made.logprobs else None,
+                finish_reason=made.finish_reason,
+                stop_reason=made.stop_reason,
+                output=place.output,
+            )
+        )
+        place.shown = len(made.text)
+        if made.finished:
+            del self._places[output.request_id]
+        return stopped
+
+    async def _watch(self) -> None:
+        """Learn of the process's end."""
+        await self._process.communicate()
+        await asyncio.sleep(LAST_WORD_SECONDS)
+        self._die(f"the engine's process ended with exit code {self._process.returncode}")
+
+    def _die(self, reason: str) -> None:
+        """Fail everybody who waits; the first reason stays."""
+        if self._dead is None:
+            self._dead = reason
+        for inbox in {id(place.inbox): place.inbox for place in self._places.values()}.values():
+            inbox.put_nowait(EngineDeadError(self._dead))
+        self._places.clear()
+
+
+class _Link:
+    """The parent's end of the socket, in a folder that only this user can enter."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="sidestream-")
+        self.address = f"ipc://{self._folder}/engine"
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        for option in (zmq.SNDHWM, zmq.RCVHWM):
+            self._socket.setsockopt(option, 0)
+        self._socket.bind(self.address)
+
+    def send(self, message: bytes) -> None:
+        """Queue an encoded command; never blocks, since there is no limit to what may be queued."""
+        self._socket.send(message)
+
+    async def receive(self) -> bytes:
+        return bytes(await self._socket.recv())
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def _ready(process: asyncio.subprocess.Process, link: _Link, on_phase: Callable[[Phase], None]) -> Ready:
+    """Follow the start of a process to its end."""
+    ended = asyncio.create_task(process.communicate())
+    try:
+        while True:
+            message = asyncio.create_task(link.receive())
+            await first_of({message, ended}, return_when=FIRST_COMPLETED)
+            await first_of({message}, timeout=LAST_WORD_SECONDS if ended.done() else 0)
+            if not message.done():
+                message.cancel()
+                raise EngineDeadError(f"the engine's process ended at its start with exit code {process.returncode}")
+            event = decode_event(message.result())
+            if isinstance(event, Phase):
+                on_phase(event)
+            elif isinstance(event, StartFailed):
+                raise _error(event.kind, event.message)
+            elif isinstance(event, Died):
+                raise EngineDeadError(f"the engine failed at its start: {event.message}")
+            elif isinstance(event, Ready):
+                return event
+    finally:
+        ended.cancel()
+
+
+async def _end(process: asyncio.subprocess.Process, *, patience: float = 0.0) -> None:
+    """Let a process end, or end it."""
+    if process.returncode is not None:
+        return
+    try:
+        if patience:
+            await asyncio.wait_for(process.communicate(), patience)
+    except TimeoutError:
+        pass
+    if process.returncode is None:
+        process.kill()
+        await process.communicate()
+
+
+def _error(kind: str, message: str) -> SidestreamError:
+    """An error of the other process, as the class that it was there."""
+    made: SidestreamError = getattr(errors, kind, SidestreamError)(message)
+    return made

@@ -1,0 +1,207 @@
+"""The engine's own process: takes requests from a socket, runs steps, sends tokens back. No HTTP work stalls a step.
+
+``AsyncEngine`` starts it as ``python -m sidestream.engine.engine_process ADDRESS``. Commands are taken between steps, so
+an abort takes effect before the next one. The process ends when it is told to, when a step fails, or when its parent is
+gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+
+import psutil
+import zmq
+
+from sidestream.engine.build import BuiltEngine, build_engine
+from sidestream.engine.core import EngineCore
+from sidestream.engine.warm_up import warm_up
+from sidestream.engine.wire import (
+    Abort,
+    Add,
+    Command,
+    Died,
+    EngineState,
+    Event,
+    Memory,
+    Phase,
+    Ready,
+    Refused,
+    Shutdown,
+    Start,
+    StartFailed,
+    StepDone,
+    decode_command,
+    encode,
+)
+from sidestream.errors import SidestreamError
+
+IDLE_POLL_MS = 500
+"""How often an idle process looks whether its parent is still there."""
+STATE_SECONDS = 0.1
+"""How often a busy process reports its state."""
+CLOSE_MS = 2000
+"""How long the last message may take to leave."""
+
+
+class EngineProcess:
+    """One engine core behind one socket."""
+
+    def __init__(self, channel: Channel, built: BuiltEngine, core: EngineCore) -> None:
+        self._channel = channel
+        self._built = built
+        self._core = core
+        self._reported = 0.0
+
+    def run(self) -> None:
+        """Serve until ``Shutdown`` or until the parent is gone."""
+        while True:
+            for command in self._channel.commands(block=not self._core.has_work()):
+                if isinstance(command, Shutdown):
+                    return
+                self._obey(command)
+            if self._channel.orphaned():
+                return
+            if self._core.has_work():
+                self._step()
+
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, Add):
+            for request in command.requests:
+                try:
+                    self._core.add(request)
+                except SidestreamError as error:
+                    self._channel.send(Refused(request.request_id, type(error).__name__, str(error)))
+        elif isinstance(command, Abort):
+            for request_id in command.request_ids:
+                self._core.abort(request_id)
+        if not self._core.has_work():
+            self._channel.send(StepDone([], self._state()))
+
+    def _step(self) -> None:
+        outputs = self._core.step()
+        now = time.monotonic()
+        due = now - self._reported >= STATE_SECONDS or not self._core.has_work()
+        if due:
+            self._reported = now
+        if outputs or due:
+            self._channel.send(StepDone(outputs, self._state() if due else None))
+
+    def _state(self) -> EngineState:
+        scheduler, graphs = self._core.scheduler, self._built.runner.graphs
+        return EngineState(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            free_blocks=scheduler.num_free_blocks,
+            free_slots=scheduler.num_free_slots,
+            preemptions=scheduler.num_preemptions,
+            recomputed_tokens=scheduler.num_recomputed_tokens,
+            steps={} if graphs is None else {mode.name: n for mode, n in graphs.dispatcher.steps.items()},
+            fallbacks={} if graphs is None else dict(graphs.dispatcher.fallbacks),
+            waits=dict(self._core.waits),
+        )
+
+
+class Channel:
+    """The process's end of the socket."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, CLOSE_MS)
+        for option in (zmq.SNDHWM, zmq.RCVHWM):
+            self._socket.setsockopt(option, 0)  # no limit: messages are small, and a lost one would lose a request
+        self._socket.connect(address)
+        self._parent = os.getppid()
+
+    def send(self, event: Event) -> None:
+        self._socket.send(encode(event))
+
+    def commands(self, *, block: bool) -> Iterator[Command]:
+        """What has arrived; with ``block`` this may wait a little for the first."""
+        timeout = IDLE_POLL_MS if block else 0
+        while self._socket.poll(timeout):
+            timeout = 0
+            yield decode_command(self._socket.recv())
+
+    def first(self) -> Command | None:
+        """Wait for the first command; None if the parent went away instead."""
+        while not self.orphaned():
+            for command in self.commands(block=True):
+                return command
+        return None
+
+    def orphaned(self) -> bool:
+        """The process that started this one is gone."""
+        return os.getppid() != self._parent
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def start(channel: Channel, message: Start, *, imported: float) -> EngineProcess:
+    """Build and warm up what the first message asks for, telling how far it is."""
+    channel.send(Phase("imports", 1, 1, imported))
+    began = time.monotonic()
+    channel.send(Phase("weights, caches, graphs", 0, 1, 0.0))
+    built = build_engine(message.folder, message.config)
+    channel.send(Phase("weights, caches, graphs", 1, 1, time.monotonic() - began))
+    core = EngineCore(built)
+    began = time.monotonic()
+
+    def on_progress(done: int, total: int) -> None:
+        channel.send(Phase("warm-up", done, total, time.monotonic() - began))
+
+    warm_up(built, core, on_progress=on_progress)
+    channel.send(ready(built))
+    return EngineProcess(channel, built, core)
+
+
+def ready(built: BuiltEngine) -> Ready:
+    """What a built engine says of itself."""
+    config, ledger, graphs = built.config, built.ledger, built.runner.graphs
+    return Ready(
+        device=config.device,
+        dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
+        cudagraph_mode=config.cudagraph_mode,
+        max_model_len=built.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        block_size=config.block_size,
+        num_blocks=built.num_blocks - 1 if config.uses_blocks else 0,
+        captured=0 if graphs is None else len(graphs.dispatcher.captures()),
+        memory=Memory(ledger.weights, ledger.blocks, ledger.slots, ledger.budget),
+    )
+
+
+def main(address: str, *, imported: float) -> int:
+    """Run the process; its exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a terminal sends them to both processes; the parent decides
+    channel = Channel(address)
+    try:
+        first = channel.first()
+        if not isinstance(first, Start):
+            return 1
+        try:
+            engine = start(channel, first, imported=imported)
+        except SidestreamError as error:
+            channel.send(StartFailed(type(error).__name__, str(error)))
+            return 1
+        engine.run()
+        return 0
+    except Exception as error:
+        traceback.print_exc()
+        channel.send(Died(f"{type(error).__name__}: {error}"))
+        raise
+    finally:
+        channel.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], imported=time.time() - psutil.Process().create_time()))
