@@ -18,9 +18,12 @@ from sidestream.ops import (
     indexer,
     kda,
     kv_rows,
+    linear,
     moe,
     norm,
+    residency,
     rope,
+    row_copy,
     sampled_tokens,
     sparse_mla,
 )
@@ -36,9 +39,12 @@ MODULES = (
     indexer,
     kda,
     kv_rows,
+    linear,
     moe,
     norm,
+    residency,
     rope,
+    row_copy,
     sampled_tokens,
     sparse_mla,
     topk_ops,
@@ -262,6 +268,48 @@ def map_case(seed: int) -> Arguments:
     }
 
 
+def resolve_case(rows_each: int) -> Callable[[int], Arguments]:
+    """Two requests of which every second block is in the host pool, and seats that held other rows before."""
+
+    def make(seed: int) -> Arguments:
+        step, requests, width, blocks = Step(seed), 2, 6, 8
+        tokens, num_slots = requests * rows_each, rows_each * width
+        slot_of, slots = residency.new_state(5, num_slots, blocks * BLOCK, device="cpu")
+        held = torch.stack([torch.randperm(blocks * BLOCK, generator=step.gen)[:num_slots] for _ in range(5)]).int()
+        slots[:, 0] = held
+        slot_of.scatter_(1, held.long(), torch.arange(num_slots).int().expand(5, -1))
+        asked = [torch.randperm(blocks * BLOCK, generator=step.gen)[:width].sort().values for _ in range(tokens)]
+        host = torch.arange(blocks) % 2 == seed % 2
+        page = torch.arange(requests * blocks).view(requests, blocks)
+        lists = torch.zeros(2, requests, num_slots, dtype=torch.int64)
+        return {
+            "logical": torch.stack(asked).int(),
+            "block_table": torch.where(host, -1 - page, page),
+            "slot_of": slot_of,
+            "slots": slots,
+            "seats": torch.tensor([3, 1]),
+            "positions": torch.arange(tokens) * 2 + seed,
+            "table_rows": torch.arange(requests).repeat_interleave(rows_each),
+            "block_size": BLOCK,
+            "hot_base": 500,
+            "out": torch.zeros(tokens, width, dtype=torch.int64),
+            "counts": torch.full((tokens,), 99, dtype=torch.int32),
+            "host_rows": lists[0],
+            "hot_rows": lists[1],
+            "misses": torch.full((requests,), 99, dtype=torch.int32),
+        }
+
+    return make
+
+
+def copy_case(seed: int) -> Arguments:
+    step = Step(seed)
+    to = torch.randperm(20, generator=step.gen)[:10].view(2, 5)
+    source = torch.randperm(30, generator=step.gen)[:10].view(2, 5)
+    counts = torch.tensor([3 - seed % 2, 5], dtype=torch.int32)
+    return {"pool": step.randn(20, DIM), "host": step.randn(30, DIM), "to": to, "source": source, "counts": counts}
+
+
 def sampled_case(seed: int) -> Arguments:
     step = Step(seed)
     sources = torch.where(torch.arange(ROWS) % 3 == seed % 3, -1, torch.arange(ROWS).flip(0))
@@ -329,7 +377,8 @@ def route_case(num_groups: int, topk_groups: int) -> Callable[[int], Arguments]:
         step = Step(seed)
         choice = {"top_k": 3, "num_groups": num_groups, "topk_groups": topk_groups}
         x, weight, bias = step.randn(ROWS, HIDDEN), step.randn(8, HIDDEN), step.randn(8).round(decimals=1)
-        return {"x": x, "weight": weight, "bias": bias, **choice, "norm_topk_prob": True, "scale": 2.5}
+        live = torch.arange(ROWS) % (2 + seed)  # with rows that are padding
+        return {"x": x, "weight": weight, "bias": bias, **choice, "norm_topk_prob": True, "scale": 2.5, "live": live}
 
     return make
 
@@ -347,6 +396,15 @@ def experts_case(dtype: torch.dtype, num_shared: int) -> Callable[[int], Argumen
             "num_shared": num_shared,
             "swiglu_limit": 2.0,
         }
+
+    return make
+
+
+def linear_case(bias: bool) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        step = Step(seed)
+        given = step.randn(12) if bias else None
+        return {"x": step.randn(ROWS, HIDDEN), "weight": step.randn(12, HIDDEN), "bias": given}
 
     return make
 
@@ -386,6 +444,9 @@ def _cases() -> Iterator[Case]:
     for size in (40, 400):
         yield Case("topk.topk_ascending", str(size), topk_case(size))
     yield Case("index_map.logical_to_physical", "", map_case)
+    for rows_each in (1, 2):
+        yield Case("residency.resolve", f"{rows_each}", resolve_case(rows_each))
+    yield Case("row_copy.copy_rows", "", copy_case)
     yield Case("sampled_tokens.fill_sampled", "", sampled_case)
     for layout in kv_rows.KV_ROW_LAYOUTS:
         yield Case("kv_rows.write_rows", layout, write_rows_case(layout))
@@ -394,6 +455,8 @@ def _cases() -> Iterator[Case]:
     yield Case("dense_mla.dense_mla", "", dense_mixed_case, captured=False)
     for num_groups, topk_groups in ((1, 1), (4, 2)):
         yield Case("moe.route", f"{num_groups}-{topk_groups}", route_case(num_groups, topk_groups))
+    for bias in (False, True):
+        yield Case("linear.linear", f"bias{bias}", linear_case(bias))
     for limit in (None, 0.7):
         yield Case("moe.swiglu", f"limit{limit}", swiglu_case(limit))
 

@@ -1,0 +1,146 @@
+"""Triton residency: one program a request."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvePlan:
+    """Launch parameters of a resolve."""
+
+    warps: int = 16
+
+
+DEFAULT_PLAN = ResolvePlan()
+
+
+@triton.jit
+def _held(position, on_host, place, owner, slots):
+    """The hot slot that holds each position, and whether one does."""
+    slot = tl.load(place + position, mask=on_host, other=-1)
+    inside = on_host & (slot >= 0) & (slot < slots)
+    return slot, inside & (tl.load(owner + slot, mask=inside, other=-1) == position)
+
+
+@triton.jit
+def _resolve_kernel(
+    logical, table, slot_of, slots, seats, positions, table_rows, out, counts, host_rows, hot_rows, misses,
+    logical_row, table_row, seat_places, seat_slots, out_row, miss_row, width, hot_base, num_slots,
+    ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, W: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0).to(tl.int64)
+    seat = tl.load(seats + request)
+    place = slot_of + seat * seat_places
+    owner = slots + seat * seat_slots
+    order, marks, victims = owner + num_slots, owner + 2 * num_slots, owner + 3 * num_slots
+    hot_base += seat * num_slots
+    column = tl.arange(0, W)
+    # What is on the device already; marks on the slots that hold the rest.
+    asked_of_host = 0
+    for t in tl.static_range(ROWS):
+        token = request * ROWS + t
+        position = tl.load(logical + token * logical_row + column, mask=column < width, other=-1)
+        valid = position >= 0
+        found = tl.sum(valid.to(tl.int32), axis=0)
+        tl.store(counts + token, found)
+        written = tl.load(positions + token)
+        stale = tl.load(place + written, mask=found > 0, other=-1)
+        held = (stale >= 0) & (stale < num_slots)
+        held &= tl.load(owner + stale, mask=held, other=-1) == written
+        tl.store(owner + stale, -1, mask=held)
+        pages = table + tl.load(table_rows + token) * table_row
+        block = tl.load(pages + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
+        row = tl.where(valid, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+        tl.store(out + token * out_row + column, row, mask=(column < width) & (block >= 0))
+        asked_of_host += tl.sum((valid & (block < 0)).to(tl.int32), axis=0)
+    tl.store(misses + request, 0)
+    if asked_of_host > 0:
+        tl.debug_barrier()
+        for t in tl.static_range(ROWS):
+            token = request * ROWS + t
+            position = tl.load(logical + token * logical_row + column, mask=column < width, other=-1)
+            pages = table + tl.load(table_rows + token) * table_row
+            block = tl.load(pages + position // BLOCK_SIZE, mask=position >= 0, other=0).to(tl.int64)
+            slot, held = _held(position, (position >= 0) & (block < 0), place, owner, num_slots)
+            tl.store(marks + slot, 1, mask=held)
+        tl.debug_barrier()
+        # Slots that this step may take, in order.
+        index = tl.arange(0, N)
+        exists = index < num_slots
+        by_use = tl.load(order + index, mask=exists, other=0)
+        hit = tl.load(marks + by_use, mask=exists, other=0)
+        free = exists & (hit == 0)
+        free_rank = tl.cumsum(free.to(tl.int32), axis=0) - 1
+        hit_rank = tl.cumsum(hit, axis=0) - 1
+        num_free = tl.sum(free.to(tl.int32), axis=0)
+        tl.store(victims + free_rank, by_use, mask=free)
+        tl.debug_barrier()
+        taken = 0
+        for t in tl.static_range(ROWS):
+            token = request * ROWS + t
+            position = tl.load(logical + token * logical_row + column, mask=column < width, other=-1)
+            pages = table + tl.load(table_rows + token) * table_row
+            block = tl.load(pages + position // BLOCK_SIZE, mask=position >= 0, other=0).to(tl.int64)
+            on_host = (position >= 0) & (block < 0)
+            slot, held = _held(position, on_host, place, owner, num_slots)
+            missing = on_host & (held == 0)
+            rank = taken + tl.cumsum(missing.to(tl.int32), axis=0) - 1
+            given = tl.load(victims + rank, mask=missing, other=0)
+            slot = tl.where(missing, given, slot)
+            tl.debug_barrier()  # every look-up of this row stands before the changes that it causes
+            tl.store(owner + given, position, mask=missing)
+            tl.store(place + position, given, mask=missing)
+            host = (-1 - block) * BLOCK_SIZE + position % BLOCK_SIZE
+            tl.store(host_rows + request * miss_row + rank, host, mask=missing)
+            tl.store(hot_rows + request * miss_row + rank, hot_base + given, mask=missing)
+            tl.store(out + token * out_row + column, hot_base + slot, mask=on_host)
+            taken += tl.sum(missing.to(tl.int32), axis=0)
+            tl.debug_barrier()
+        tl.store(misses + request, taken)
+        # What was taken comes last: everything turns by as many places.
+        place_by_use = tl.where(free, free_rank, num_free + hit_rank) - taken
+        to = tl.where(place_by_use < 0, place_by_use + num_slots, place_by_use)
+        tl.store(order + to, by_use, mask=exists)
+        tl.store(marks + index, 0, mask=exists)
+
+
+def resolve(
+    logical: torch.Tensor,
+    block_table: torch.Tensor,
+    slot_of: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    seats: torch.Tensor,
+    positions: torch.Tensor,
+    table_rows: torch.Tensor,
+    block_size: int,
+    hot_base: int,
+    out: torch.Tensor,
+    counts: torch.Tensor,
+    host_rows: torch.Tensor,
+    hot_rows: torch.Tensor,
+    misses: torch.Tensor,
+    plan: ResolvePlan = DEFAULT_PLAN,
+) -> None:
+    """As ``torch_impl.resolve``; matrices have rows of unit stride, vectors are contiguous."""
+    requests = seats.shape[0]
+    if requests == 0 or logical.shape[1] == 0:
+        counts.zero_()
+        misses.zero_()
+        return
+    assert logical.stride(1) == block_table.stride(1) == out.stride(1) == 1
+    assert host_rows.stride() == hot_rows.stride()
+    _resolve_kernel[(requests,)](
+        logical, block_table, slot_of, slots, seats, positions, table_rows, out, counts, host_rows, hot_rows, misses,
+        logical.stride(0), block_table.stride(0), slot_of.stride(0), slots.stride(0), out.stride(0),
+        host_rows.stride(0), logical.shape[1], hot_base, slots.shape[2],
+        ROWS=logical.shape[0] // requests, BLOCK_SIZE=block_size, W=triton.next_power_of_2(logical.shape[1]),
+        N=triton.next_power_of_2(slots.shape[2]), num_warps=plan.warps,
+    )  # fmt: skip

@@ -1,0 +1,55 @@
+"""Residency against the plain-Python model: torch on the CPU, Triton in the interpreter or on the GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sidestream.ops.residency import new_state, torch_impl, triton_resolve
+from sidestream.ops.residency.reference import HotSlots
+from tests.ops.residency.model import Steps
+from tests.ops.triton_mode import DEVICE, INTERPRETED
+
+
+@pytest.mark.parametrize(("rows_each", "num_steps"), [(1, 6000), (2, 2500), (3, 1500)])
+def test_torch_equals_the_model_over_random_steps(rows_each: int, num_steps: int) -> None:
+    Steps(torch_impl.resolve, "cpu", rows_each=rows_each, seed=rows_each).run(num_steps)
+
+
+@pytest.mark.parametrize("rows_each", [1, 2, 3])
+def test_triton_equals_the_model_over_random_steps(rows_each: int) -> None:
+    num_steps = 150 if INTERPRETED else 3500
+    Steps(triton_resolve.resolve, DEVICE, rows_each=rows_each, seed=10 + rows_each).run(num_steps)
+
+
+def test_the_least_recently_used_slot_goes_first() -> None:
+    model = HotSlots(3)
+    host = [-1, -2, -3, -4]
+    assert model.select([[0, 1, 2]], host, 1).misses == [(0, 0), (1, 1), (2, 2)]
+    assert model.select([[0]], host, 1).misses == []
+    assert model.select([[3]], host, 1).misses == [(3, 1)]
+    assert model.order == [2, 0, 1]
+
+
+def test_a_step_without_host_blocks_changes_nothing() -> None:
+    """Nothing is looked up, nothing moves: free where there is no pressure."""
+    for resolve, device in ((torch_impl.resolve, "cpu"), (triton_resolve.resolve, DEVICE)):
+        slot_of, slots = new_state(2, 4, 16, device=device)
+        before = slots.clone()
+        out = torch.zeros(1, 3, dtype=torch.int64, device=device)
+        counts, misses = (torch.full((1,), 9, dtype=torch.int32, device=device) for _ in range(2))
+        lists = torch.full((2, 1, 4), 77, dtype=torch.int64, device=device)
+        resolve(
+            torch.tensor([[1, 5, -1]], dtype=torch.int32, device=device),
+            torch.tensor([[7, 3, 0, 0]], device=device),
+            slot_of, slots,
+            seats=torch.tensor([1], device=device), positions=torch.tensor([6], device=device),
+            table_rows=torch.tensor([0], device=device), block_size=4, hot_base=100,
+            out=out, counts=counts, host_rows=lists[0], hot_rows=lists[1], misses=misses,
+        )  # fmt: skip
+        assert out.tolist() == [[29, 13, -1]]
+        assert counts.tolist() == [2]
+        assert misses.tolist() == [0]
+        assert torch.equal(slots, before)
+        assert (slot_of == -1).all()
+        assert (lists == 77).all()
