@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from sidestream.ops.operator import operator
@@ -36,11 +38,12 @@ def _resolve(
     hot_rows: torch.Tensor,
     misses: torch.Tensor,
 ) -> None:
+    run: Callable[..., None] = torch_impl.resolve
     if logical.is_cuda:
-        from sidestream.ops.residency import triton_resolve as implementation
-    else:
-        from sidestream.ops.residency import torch_impl as implementation
-    implementation.resolve(
+        from sidestream.ops.residency import triton_resolve
+
+        run = triton_resolve.resolve
+    run(
         logical,
         block_table,
         slot_of,
