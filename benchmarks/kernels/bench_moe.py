@@ -78,10 +78,14 @@ LANES = [RouterTiles(r, e, d, s, 4, 1, dot=False) for r, e, d, s in ((1, 4, 512,
 FEW_LANES = [
     RouterTiles(r, e, d, s, 4, 1, dot=False) for r, e, d, s in ((4, 4, 256, 4), (8, 4, 128, 8), (16, 4, 64, 8))
 ]
-DOTS = [
-    RouterTiles(r, e, d, s, w, 3, dot=True)
-    for r, e, d, s, w in ((16, 16, 64, 8, 4), (16, 32, 64, 16, 4), (32, 32, 32, 8, 4), (64, 32, 32, 8, 8))
-]
+DOTS = {
+    64: [(64, 16, 64, 16, 4), (64, 16, 128, 8, 4), (64, 32, 64, 16, 4), (16, 16, 128, 8, 4), (32, 16, 64, 16, 4),
+         (64, 16, 64, 32, 4)],
+    256: [(64, 32, 64, 8, 4), (128, 32, 64, 8, 8), (64, 64, 64, 8, 4), (64, 16, 64, 16, 4), (64, 16, 64, 8, 4)],
+    8192: [(128, 64, 64, 4, 8), (128, 64, 64, 8, 8), (64, 64, 64, 4, 4), (128, 64, 32, 4, 8), (128, 32, 64, 4, 4),
+           (128, 64, 64, 2, 8)],
+}  # fmt: skip
+"""Tokens to (rows, experts, depth, splits, warps)."""
 
 
 @dataclass(frozen=True)
@@ -235,10 +239,11 @@ def short(tiles: Tiles) -> str:
 
 
 def routers(tokens: int) -> list[RouterTiles]:
-    tried = LANES if tokens == 1 else [*FEW_LANES, *DOTS] if tokens <= 16 else DOTS if tokens <= 256 else []
-    table = router_tiles(tokens)
-    other = [replace(table, pdl=True)] if table is not None else []
-    return [*tried, *other, *(replace(LANES[0], choice_warps=warps) for warps in (1, 4) if tokens == 1)]
+    tried = list(LANES if tokens == 1 else FEW_LANES if tokens <= 16 else [])
+    tried += [RouterTiles(*dot, 3, dot=True) for dot in DOTS.get(tokens, ())]
+    tried = [tiles for plain in tried for tiles in (plain, replace(plain, pdl=True))]
+    table = router_tiles(tokens, torch.bfloat16)
+    return list(dict.fromkeys([*tried, *([table] if table is not None else [])]))
 
 
 def bench_route(report: Report, num_experts: int, tokens: int) -> None:
@@ -259,7 +264,7 @@ def bench_route(report: Report, num_experts: int, tokens: int) -> None:
         )
 
     measure("torch", torch_impl.route)
-    measure("table", partial(triton_route.route, tiles=router_tiles(tokens)))
+    measure("table", partial(triton_route.route, tiles=router_tiles(tokens, torch.bfloat16)))
     measure("library's product", partial(triton_route.route, tiles=None))
     for tiles in routers(tokens):
         measure(str(tiles), partial(triton_route.route, tiles=tiles))

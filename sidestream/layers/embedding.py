@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from sidestream.config.model import ModelConfig
 from sidestream.layers.loader import LayerLoader
+from sidestream.ops.linear import linear
 
 
 class Embedding:
@@ -40,4 +41,4 @@ class Head:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, hidden] -> logits [S, vocab] fp32."""
-        return self.group.all_gather(F.linear(hidden, self.weight).float())
+        return self.group.all_gather(linear(hidden, self.weight, None).float())

@@ -62,7 +62,8 @@ class MoeMlp:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [Tp, hidden] -> [Tp, hidden]; zeros behind the true tokens."""
         moe = self.moe
-        real = x[: get_forward_context().inputs.segment_rows]
+        inputs = get_forward_context().inputs
+        real = x[: inputs.segment_rows]
         weights, ids = route(
             real,
             self.router,
@@ -72,6 +73,7 @@ class MoeMlp:
             topk_groups=moe.topk_groups,
             norm_topk_prob=moe.norm_topk_prob,
             scale=moe.routed_scaling_factor,
+            live=inputs.context_lens,
         )
         out = experts(
             real,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
+from sidestream.ops.linear import linear
 from sidestream.weights import Shard, WeightSource
 
 
@@ -37,7 +37,7 @@ class DenseWeight:
         source.load(name, self.tensor[start:stop], shard=shard)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return torch.mm(x, self.tensor.t()) if bias is None else F.linear(x, self.tensor, bias)
+        return linear(x, self.tensor, bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,10 +154,10 @@ def _products(
 ) -> None:
     """partials[row, share]. With ``SPLIT`` fp32 factors are three bf16 terms (24 bits), whose products with bf16
     streams are exact: matrix units then add in fp32."""
-    if EARLY:
-        gdc_wait()
     if OVERLAP:
         gdc_launch_dependents()
+    if EARLY:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     share = tl.program_id(1)
     column = tl.arange(0, 32)
@@ -211,6 +211,8 @@ def _finish(
 ) -> None:
     """The first ``iterating`` programs take ``ROWS`` rows each through Sinkhorn, the others collapse one row each."""
     program = tl.program_id(0)
+    if OVERLAP:
+        gdc_launch_dependents()
     if program < iterating:
         if OVERLAP:
             gdc_wait()

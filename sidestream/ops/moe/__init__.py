@@ -5,7 +5,7 @@ from sidestream.ops.operator import operator
 
 __all__ = ["experts", "route", "swiglu"]
 
-route = operator("moe.route", reads=("x", "weight", "bias"))(torch_impl.route)
+route = operator("moe.route", reads=("x", "weight", "bias", "live"))(torch_impl.route)
 route.register("cuda")(device_impl.route)
 experts = operator(
     "moe.experts",

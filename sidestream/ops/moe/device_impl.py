@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from sidestream.ops.decode_groups import scratch_of
 from sidestream.ops.moe import torch_impl
 from sidestream.ops.moe.torch_impl import fits_grouped_mm, grouped_experts, swiglu
-from sidestream.ops.moe.triton_tiles import LIBRARY_ROWS, expert_tiles, mean_rows, router_tiles
+from sidestream.ops.moe.triton_tiles import expert_tiles, router_tiles
 
 SMALLEST_TILE = 32
 """Elements that must divide both sizes of an expert."""
@@ -32,15 +32,16 @@ def route(
     topk_groups: int,
     norm_topk_prob: bool,
     scale: float,
+    live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``torch_impl.route``, in two launches up to some hundred tokens. NaN counts as the worst score."""
+    """``torch_impl.route`` in two launches. NaN counts as the worst score."""
     suits = x.is_cuda and _one_dtype(torch.float32, weight, bias) and x.dtype in (torch.float32, torch.bfloat16)
     suits = suits and x.shape[0] > 0 and x.stride(1) == 1 and weight.is_contiguous() and bias.is_contiguous()
     run: Callable[..., tuple[torch.Tensor, torch.Tensor]] = torch_impl.route
     if suits and weight.shape[0] <= MOST_EXPERTS and x.shape[1] % SMALLEST_TILE == 0:
         from sidestream.ops.moe import triton_route
 
-        run = partial(triton_route.route, tiles=router_tiles(x.shape[0]))
+        run = partial(triton_route.route, tiles=router_tiles(x.shape[0], x.dtype))
     return run(
         x,
         weight,
@@ -50,6 +51,7 @@ def route(
         topk_groups=topk_groups,
         norm_topk_prob=norm_topk_prob,
         scale=scale,
+        live=live,
     )
 
 
@@ -73,12 +75,12 @@ def grouped_where_possible(
     num_shared: int,
     swiglu_limit: float | None,
 ) -> torch.Tensor:
-    """``experts`` on a CUDA device, rows grouped by expert: by Triton, or by ``grouped_mm`` where experts have many
-    rows each and it stays on the device; else expert by expert.
+    """``experts`` on a CUDA device, rows grouped by expert: by Triton, or by ``grouped_mm`` where sizes do not suit
+    Triton and it stays on the device; else expert by expert.
 
     See ``torch_impl.experts`` for the arguments. Which one runs depends on sizes alone.
     """
-    if _suits_triton(x, w13, w2) and not _library_is_faster(x, w13, ids, num_shared):
+    if _suits_triton(x, w13, w2):
         from sidestream.ops.moe import triton_grouped, triton_one_token
 
         module = triton_one_token if x.shape[0] == 1 else triton_grouped
@@ -104,11 +106,6 @@ def _suits_triton(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> bool:
     return x.is_cuda and x.shape[0] > 0 and _one_dtype(torch.bfloat16, x, w13, w2) and sizes and dense
 
 
-def _library_is_faster(x: torch.Tensor, w13: torch.Tensor, ids: torch.Tensor, num_shared: int) -> bool:
-    mean = mean_rows(x.shape[0], ids.shape[1], w13.shape[0] - num_shared)
-    return mean >= LIBRARY_ROWS and fits_grouped_mm(w13) and _grouped_on_device(x.device)
-
-
 def _one_dtype(dtype: torch.dtype, *tensors: torch.Tensor) -> bool:
     return all(tensor.dtype is dtype for tensor in tensors)
 
@@ -123,7 +120,8 @@ def grouped(
     num_shared: int,
     swiglu_limit: float | None,
 ) -> torch.Tensor:
-    """``experts`` with rows sorted by expert (stable) and group ends that stay on the device."""
+    """``experts`` with rows sorted by expert (stable) and group ends that stay on the device. Pairs without an expert
+    go through the first, whose result means nothing to padding rows."""
     num_experts = w13.shape[0] - num_shared
     chosen = grouped_experts(x, w13[:num_experts], w2[:num_experts], ids, swiglu_limit)
     total = weighted_sum(chosen, weights, scratch_bytes=scratch_of(x, None))

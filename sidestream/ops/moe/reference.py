@@ -15,6 +15,7 @@ def route(
     topk_groups: int,
     norm_topk_prob: bool,
     scale: float,
+    live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sort every token's experts by (score down, id up). See ``torch_impl.route``."""
     scores = torch.sigmoid(x.float() @ weight.float().T)
@@ -32,6 +33,8 @@ def route(
         weights[t] = scores[t, ids[t]]
         if norm_topk_prob:
             weights[t] /= weights[t].sum() + 1e-20
+        if live is not None and live[t] == 0:
+            ids[t] = -1
     return weights * scale, ids
 
 

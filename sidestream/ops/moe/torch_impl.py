@@ -33,6 +33,7 @@ def route(
     topk_groups: int,
     norm_topk_prob: bool,
     scale: float,
+    live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose experts by biased sigmoid, weigh them by the unbiased one; fp32 whatever ``x`` is.
 
@@ -46,9 +47,26 @@ def route(
         num_groups: E is that many equal groups; the ``topk_groups`` groups with the largest sum of their two best
             biased scores may be chosen from.
         norm_topk_prob: weights of a token sum to ``scale``.
+        live: [T] int64, 0 in padding rows, which choose no expert; None where all rows are tokens.
     Returns:
-        (weights [T, top_k] fp32, ids [T, top_k] int64), best first.
+        (weights [T, top_k] fp32, ids [T, top_k] int64), best first; ids of padding rows are -1, their weights mean
+        nothing.
     """
+    weights, ids = _choose(x, weight, bias, top_k, num_groups, topk_groups, norm_topk_prob, scale)
+    return weights, ids if live is None else ids.masked_fill(live.unsqueeze(1) == 0, -1)
+
+
+def _choose(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    num_groups: int,
+    topk_groups: int,
+    norm_topk_prob: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``route`` as if every row were a token."""
     scores = F.linear(x.float(), weight).sigmoid_()
     if _few(x, top_k) and topk_groups == num_groups:
         return _choose_numpy(scores, bias, top_k, norm_topk_prob, scale)

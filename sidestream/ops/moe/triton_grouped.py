@@ -153,8 +153,8 @@ def _plan(
     block is needed. ``order`` is left unwritten there. BINS is more than the number of experts.
     """
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     lane = tl.arange(0, CHUNK)
@@ -247,8 +247,8 @@ def _gate_up(
     both stay in the L2 cache.
     """
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     block, part = tl.program_id(0) // (INNER // COLUMNS), tl.program_id(0) % (INNER // COLUMNS)
     expert, pair, token = _block(
         block, order, block_expert, tokens, routed_blocks, shared_blocks, num_experts, TOP_K, ROWS
@@ -303,8 +303,8 @@ def _down(
 ) -> None:
     """partial [pairs, H] = hidden through their experts' w2, without the routing weight."""
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     block, part = tl.program_id(0) // (H // COLUMNS), tl.program_id(0) % (H // COLUMNS)
     expert, pair, _ = _block(block, order, block_expert, tokens, routed_blocks, shared_blocks, num_experts, TOP_K, ROWS)
     if expert < 0:
@@ -343,8 +343,8 @@ def _sum(
 ) -> None:
     """out [tokens, H] = weights * partial over a token's choice in its order, then its shared experts, in fp32."""
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)

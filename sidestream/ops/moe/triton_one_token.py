@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.ops.moe.triton_swiglu import clamped_swiglu
 from sidestream.ops.moe.triton_tiles import ExpertTiles, dividing
+from sidestream.ops.prefetch import prefetch
 
 
 def experts(
@@ -43,9 +44,11 @@ def experts(
         x.stride(1),
         float(swiglu_limit or 0.0),
         TOP_K=top_k,
+        SLOTS=slots,
         H=H,
         INNER=inner,
         COLUMNS=up_columns,
+        CHUNK=max(128, up_columns * H * 2 // (32 * tiles.gate_up.warps)),
         DEPTH=dividing(H, tiles.gate_up.depth),
         LIMITED=swiglu_limit is not None,
         STAGES=tiles.gate_up.stages,
@@ -92,23 +95,32 @@ def _gate_up_one(
     x_stride: int,
     limit: float,
     TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
     H: tl.constexpr,
     INNER: tl.constexpr,
     COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
     DEPTH: tl.constexpr,
     LIMITED: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """hidden [slots, INNER]: COLUMNS rows of gate and of up a program, whole rows."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     slot, part = tl.program_id(0) // (INNER // COLUMNS), tl.program_id(0) % (INNER // COLUMNS)
+    slot = (slot + TOP_K) % SLOTS  # shared experts first
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
+    if PDL:
+        if slot >= TOP_K:  # known without the choice
+            first = ((num_experts + slot - TOP_K).to(tl.int64) * 2 * INNER + part * COLUMNS) * (2 * H)
+            asked = first + tl.arange(0, COLUMNS * H * 2 // CHUNK) * CHUNK
+            prefetch(w13, asked, first + COLUMNS * H * 2, CHUNK)
+            prefetch(w13, asked + 2 * INNER * H, first + 2 * INNER * H + COLUMNS * H * 2, CHUNK)
+        gdc_wait()
     expert = _expert_of(slot, ids, num_experts, TOP_K)
     if expert < 0:
+        if PDL:
+            gdc_launch_dependents()
         return
     gate_at = w13 + expert * (2 * INNER * H) + column[:, None] * H + k[None, :]
     gate = tl.zeros([COLUMNS, DEPTH], tl.float32)
@@ -117,6 +129,8 @@ def _gate_up_one(
         row = tl.load(x + (first + k) * x_stride).to(tl.float32)[None, :]
         gate += tl.load(gate_at + first).to(tl.float32) * row
         up += tl.load(gate_at + first + INNER * H).to(tl.float32) * row
+    if PDL:
+        gdc_launch_dependents()  # not before: programs of the next kernel would crowd where there is room first
     value = clamped_swiglu(tl.sum(gate, 1), tl.sum(up, 1), limit, LIMITED)
     tl.store(hidden + slot * INNER + column, value.to(hidden.dtype.element_ty))
 
@@ -185,8 +199,8 @@ def _down_one(
     at = _down_weights(0, w2, ids, column, k, num_experts, TOP_K, H, INNER, DEPTH)
     ahead = tl.load(at).to(tl.float32)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     total = ahead * _weighted(0, hidden, ids, weights, k, TOP_K, INNER, DEPTH)[None, :]
     for step in tl.range(1, SLOTS * (INNER // DEPTH), num_stages=STAGES):
         at = _down_weights(step, w2, ids, column, k, num_experts, TOP_K, H, INNER, DEPTH)

@@ -14,6 +14,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.ops.moe.triton_tiles import RouterTiles, dividing
 
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""The interpreter multiplies bf16 wrongly."""
+
 
 def route(
     x: torch.Tensor,
@@ -25,6 +28,7 @@ def route(
     topk_groups: int,
     norm_topk_prob: bool,
     scale: float,
+    live: torch.Tensor | None = None,
     tiles: RouterTiles | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``torch_impl.route`` for at least one token; NaN counts as the worst score and still names experts.
@@ -55,6 +59,7 @@ def route(
             STEPS=H // depth // splits,
             DOT=tiles.dot,
             STAGES=tiles.stages,
+            SPLIT=tiles.dot and x.dtype is torch.bfloat16 and not INTERPRETED,
             PDL=pdl,
             launch_pdl=pdl,
             num_warps=tiles.warps,
@@ -65,6 +70,7 @@ def route(
     _choose[(T,)](
         parts,
         bias,
+        ids if live is None else live,
         weights,
         ids,
         T,
@@ -77,6 +83,7 @@ def route(
         KEPT=topk_groups,
         ALL_KEPT=topk_groups == num_groups,
         NORMALISED=norm_topk_prob,
+        PADDED=live is not None,
         GROUPS=triton.next_power_of_2(num_groups),
         SIZE=triton.next_power_of_2(size),
         PLACES=triton.next_power_of_2(top_k),
@@ -102,9 +109,14 @@ def _scores(
     STEPS: tl.constexpr,
     DOT: tl.constexpr,
     STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """parts [splits, tokens, num_experts]: x times weight over STEPS * DEPTH of the depth a split."""
+    """parts [splits, tokens, num_experts]: x times weight over STEPS * DEPTH of the depth a split.
+
+    With ``SPLIT`` fp32 weights are three bf16 terms (24 bits), whose products with bf16 tokens are exact: matrix units
+    then add in fp32.
+    """
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     split = tl.program_id(1)
     token = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -114,20 +126,29 @@ def _scores(
     weight_row = tl.minimum(expert, num_experts - 1) * H
     if DOT:
         if PDL:
-            gdc_wait()
             gdc_launch_dependents()
+            gdc_wait()
         x_at, weight_at = x + x_row[:, None] + k[None, :], weight + weight_row[None, :] + k[:, None]
         total = tl.zeros([ROWS, EXPERTS], tl.float32)
         for step in tl.range(0, STEPS, num_stages=STAGES):
-            row = tl.load(x_at + step * DEPTH).to(tl.float32)
-            total = tl.dot(row, tl.load(weight_at + step * DEPTH), total, input_precision="ieee")
+            row, factor = tl.load(x_at + step * DEPTH), tl.load(weight_at + step * DEPTH)
+            if SPLIT:
+                high = factor.to(tl.bfloat16)
+                rest = factor - high.to(tl.float32)
+                middle = rest.to(tl.bfloat16)
+                low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+                total = tl.dot(row, low, total)
+                total = tl.dot(row, middle, total)
+                total = tl.dot(row, high, total)
+            else:
+                total = tl.dot(row.to(tl.float32), factor, total, input_precision="ieee")
     else:
         x_at = x + x_row[:, None, None] + k[None, None, :]
         weight_at = weight + weight_row[None, :, None] + k[None, None, :]
         ahead = tl.load(weight_at)  # weights never change, so they need not wait for the kernel before
         if PDL:
-            gdc_wait()
             gdc_launch_dependents()
+            gdc_wait()
         lanes = tl.load(x_at).to(tl.float32) * ahead
         for step in tl.range(1, STEPS, num_stages=STAGES):
             lanes += tl.load(x_at + step * DEPTH).to(tl.float32) * tl.load(weight_at + step * DEPTH)
@@ -153,6 +174,7 @@ def _rank(value: tl.tensor, number: tl.tensor, there: tl.tensor) -> tl.tensor:
 def _choose(
     parts: tl.tensor,
     bias: tl.tensor,
+    live: tl.tensor,
     weights: tl.tensor,
     ids: tl.tensor,
     tokens: int,
@@ -165,6 +187,7 @@ def _choose(
     KEPT: tl.constexpr,
     ALL_KEPT: tl.constexpr,
     NORMALISED: tl.constexpr,
+    PADDED: tl.constexpr,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
     PLACES: tl.constexpr,
@@ -172,8 +195,8 @@ def _choose(
 ) -> None:
     """One token: experts lie as [GROUPS, SIZE], so that a group's best two are maxima over an axis."""
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, GROUPS), tl.arange(0, SIZE)
     there = (group[:, None] < num_groups) & (member[None, :] < size)
@@ -212,6 +235,8 @@ def _choose(
     chosen = tl.where(place < TOP_K, 1.0 / (1.0 + tl.exp(-chosen_logit)), 0.0)
     if NORMALISED:
         chosen = chosen / (tl.sum(chosen, 0) + 1e-20)
+    if PADDED:
+        chosen_ids = tl.where(tl.load(live + token) > 0, chosen_ids, -1)
     at = token * TOP_K + place
     tl.store(weights + at, chosen * scale, mask=place < TOP_K)
     tl.store(ids + at, chosen_ids, mask=place < TOP_K)
