@@ -6,11 +6,12 @@ Four measurements; every figure is a ratio, or stands beside another of the same
   on the side stream, under stream policy ``external`` against ``stream``, without any conversion, and as one full
   graph. What a conversion costs is what it adds under ``stream``, its launches included; of that, as much can be hidden
   as there is work behind the top-k;
-- breaks: what an eager break adds to a step, in wall time while the GPU is the bottleneck, and in host time;
+- breaks: what an eager break with none, one and two handoffs adds to a step, in wall time while the GPU is the
+  bottleneck, and in host time, which is split into the parts of a break;
 - capture: time and memory of 35 sizes of a model of real shapes with dummy weights;
 - decode: a step of that model in each graph mode.
 
-    python benchmarks/streams_gpu.py --json benchmarks/results/streams-h200-DATE.json
+    PYTHONPATH=. python benchmarks/streams_gpu.py --json benchmarks/results/streams-h200-DATE.json
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from benchmarks.breaks_gpu import breaks
+from benchmarks.gpu_steps import captured, cycles_per_us, spin, wall_us
 from sidestream import __version__
 from sidestream.attention.index_group import SparseMLAIndexGroup
 from sidestream.config.engine import EngineConfig
@@ -38,12 +42,8 @@ from sidestream.core.batch import Chunk
 from sidestream.core.eager_break import eager_break_during_capture
 from sidestream.core.step_inputs import StepInputs
 from sidestream.engine.build import BuiltEngine, build_engine, in_graph_mode, wire_runner
-from sidestream.engine.doctor.break_cost import gpu_bound, host_bound
-from sidestream.engine.doctor.report import DeviceChoice
-from sidestream.engine.doctor.target import choose_target
-from sidestream.graphs.breakable import BreakableCUDAGraphCapture
 from sidestream.graphs.dispatch import StepPlan
-from sidestream.streams import Policy, Streams
+from sidestream.streams import Policy, Stream, Streams
 from sidestream.streams.cuda import CudaBackend
 
 SLICE_A = Path(__file__).parent / "configs" / "glm5-next-slice-a.json"
@@ -51,34 +51,8 @@ GROUPS = 8
 TOPK_US = 10.0
 CONVERSIONS_US = (10.0, 50.0, 200.0)
 BEHIND_US = (50.0, 100.0, 200.0)
-STEPS, ROUNDS = 10, 15
-
-
-def spin(cycles: int) -> None:
-    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
-
-
-def cycles_per_us() -> float:
-    """Of the clock that ``spin`` counts."""
-    spin(1_000_000)
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(5):
-        started = time.perf_counter()
-        spin(20_000_000)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    return 20.0 / statistics.median(times)
-
-
-def wall_us(step: Callable[[], None]) -> float:
-    """Microseconds a step, of steps issued one behind the other."""
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    for _ in range(STEPS):
-        step()
-    torch.cuda.synchronize()
-    return 1e6 * (time.perf_counter() - started) / STEPS
+ROUNDS = 12
+DECODE_STEPS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +70,30 @@ class SpinningResolver:
 
 
 class GroupSteps:
-    """One step of ``GROUPS`` index groups: top-k, publish, other work; then resolve and attend."""
+    """One step of ``GROUPS`` index groups: top-k, publish, other work; then resolve and attend.
 
-    def __init__(self, backend: CudaBackend, policy: Policy, *, topk: int, behind: int, conversion: int | None) -> None:
-        self.streams = Streams(backend, policy=policy)
-        side = self.streams.new_stream("side")
+    Args:
+        streams, side: shared by all steps of one policy.
+        first_layer: of the first group; no two steps of the same streams share a layer.
+        topk, behind: clock cycles; ``conversion`` too, or None for no conversion at all.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        side: Stream,
+        first_layer: int,
+        *,
+        topk: int,
+        behind: int,
+        conversion: int | None,
+    ) -> None:
+        self.streams = streams
         self.topk, self.behind, self.converts = topk, behind, conversion is not None
         self.groups = [
             SparseMLAIndexGroup(
-                (2 * i, 2 * i + 1),
-                streams=self.streams,
+                (first_layer + 2 * i, first_layer + 2 * i + 1),
+                streams=streams,
                 side=side,
                 width=64,
                 decode_rows=8,
@@ -113,7 +101,7 @@ class GroupSteps:
             )
             for i in range(GROUPS)
         ]
-        self.seen = torch.zeros(8, 64, dtype=torch.int64, device=backend.device)
+        self.seen = torch.zeros(8, 64, dtype=torch.int64, device=streams.backend.device)
         torch.cuda.synchronize()
 
     def forward(self) -> None:
@@ -142,14 +130,7 @@ class GroupSteps:
             self.forward()
             torch.cuda.synchronize()
             self.begin()
-            if full:
-                with self.streams.capture("step", closed=True) as graph:
-                    self.forward()
-                replay: Callable[[], None] = graph.replay
-            else:
-                with BreakableCUDAGraphCapture(self.streams, "step") as pieces:
-                    self.forward()
-                replay = pieces.replay
+            replay = captured(self.streams, self.forward, full=full)
 
         def step() -> None:
             with self.streams.backend.use(self.streams.compute):
@@ -159,52 +140,68 @@ class GroupSteps:
         return step
 
 
+@torch.inference_mode()
 def overlap(backend: CudaBackend) -> list[dict[str, float]]:
+    """All cells are captured before the first is measured, and measured in turns, so that none finds colder caches or
+    other clocks than the rest."""
     rate = cycles_per_us()
-    rows = []
-    for conversion in CONVERSIONS_US:
-        for behind in BEHIND_US:
-            sizes: dict[str, Any] = {
-                "topk": int(TOPK_US * rate),
-                "behind": int(behind * rate),
-                "conversion": int(conversion * rate),
-            }
-            steps = {
-                "external": GroupSteps(backend, Policy.EXTERNAL, **sizes).captured(full=False),
-                "stream": GroupSteps(backend, Policy.STREAM, **sizes).captured(full=False),
-                "full": GroupSteps(backend, Policy.EXTERNAL, **sizes).captured(full=True),
-                "without": GroupSteps(backend, Policy.EXTERNAL, **(sizes | {"conversion": None})).captured(full=False),
-            }
-            times: dict[str, list[float]] = {name: [] for name in steps}
-            for _ in range(ROUNDS):
-                for name, step in steps.items():
-                    times[name].append(wall_us(step))
-            medians = {f"{name}_us": statistics.median(values) for name, values in times.items()}
-            hidden = (medians["stream_us"] - medians["external_us"]) / GROUPS
-            can = min((medians["stream_us"] - medians["without_us"]) / GROUPS, behind)
-            row = {"conversion_us": conversion, "behind_us": behind, **medians}
-            rows.append(
-                row | {"can_be_hidden_us": can, "hidden_us_a_group": hidden, "of_what_can_be_hidden": hidden / can}
-            )
-            print(
-                f"  conversion {conversion:5.0f} us, behind the top-k {behind:5.0f} us: external "
-                f"{medians['external_us']:7.0f}, stream {medians['stream_us']:7.0f}, full {medians['full_us']:7.0f} us "
-                f"a step; hidden {hidden:5.1f} us of {can:5.1f} us a group: {100 * hidden / can:5.1f} %",
-                flush=True,
-            )
-    return rows
+    streams = {policy: Streams(backend, policy=policy) for policy in Policy}
+    sides = {policy: of.new_stream("side") for policy, of in streams.items()}
+    layers = count(0, 2 * GROUPS)
+
+    def step(policy: Policy, *, behind: float, conversion: float | None, full: bool = False) -> Callable[[], None]:
+        cycles = None if conversion is None else int(conversion * rate)
+        made = GroupSteps(
+            streams[policy],
+            sides[policy],
+            next(layers),
+            topk=int(TOPK_US * rate),
+            behind=int(behind * rate),
+            conversion=cycles,
+        )
+        return made.captured(full=full)
+
+    steps: dict[tuple[str, float, float], Callable[[], None]] = {}
+    for behind in BEHIND_US:
+        steps["without", 0.0, behind] = step(Policy.EXTERNAL, behind=behind, conversion=None)
+        for us in CONVERSIONS_US:
+            steps["external", us, behind] = step(Policy.EXTERNAL, behind=behind, conversion=us)
+            steps["stream", us, behind] = step(Policy.STREAM, behind=behind, conversion=us)
+            steps["full", us, behind] = step(Policy.EXTERNAL, behind=behind, conversion=us, full=True)
+    times: dict[tuple[str, float, float], list[float]] = {key: [] for key in steps}
+    for _ in range(ROUNDS):
+        for key, run in steps.items():
+            run()  # clocks and caches of this step, not of the one before it
+            times[key].append(wall_us(run))
+    return [
+        _cell(us, behind, {key: statistics.median(taken) for key, taken in times.items()})
+        for us in CONVERSIONS_US
+        for behind in BEHIND_US
+    ]
 
 
-def breaks() -> dict[str, Any]:
-    target = choose_target(DeviceChoice.CUDA)
-    rows: dict[str, Any] = {}
-    for name, measure in (("gpu_bound", gpu_bound), ("host_bound", host_bound)):
-        for handoff in (False, True):
-            found = measure(target, handoff=handoff)
-            key = f"{name}{'_with_handoff' if handoff else ''}"
-            rows[key] = {"us": found.value, "reason": found.reason, **dict(found.detail or {})}
-            print(f"  {key:24} {found.value} us a break ({found.reason})", flush=True)
-    return rows
+def _cell(conversion: float, behind: float, medians: dict[tuple[str, float, float], float]) -> dict[str, float]:
+    external, stream, full = (medians[name, conversion, behind] for name in ("external", "stream", "full"))
+    without = medians["without", 0.0, behind]
+    hidden = (stream - external) / GROUPS
+    can = min((stream - without) / GROUPS, behind)
+    print(
+        f"  conversion {conversion:5.0f} us, behind the top-k {behind:5.0f} us: external {external:7.0f}, stream "
+        f"{stream:7.0f}, full {full:7.0f} us a step; hidden {hidden:5.1f} us of {can:5.1f} us a group: "
+        f"{100 * hidden / can:5.1f} %",
+        flush=True,
+    )
+    return {
+        "conversion_us": conversion,
+        "behind_us": behind,
+        "external_us": external,
+        "stream_us": stream,
+        "full_us": full,
+        "without_us": without,
+        "can_be_hidden_us": can,
+        "hidden_us_a_group": hidden,
+        "of_what_can_be_hidden": hidden / can,
+    }
 
 
 def slice_engine(folder: Path, max_num_seqs: int) -> BuiltEngine:
@@ -255,7 +252,7 @@ def capture(built: BuiltEngine) -> dict[str, Any]:
             built.pools,
             streams=streams,
             max_model_len=built.max_model_len,
-            weight_bytes=built.ledger.weights,
+            weight_bytes=built.weight_bytes,
         )
         torch.cuda.synchronize()
         free, started = torch.cuda.mem_get_info()[0], time.perf_counter()
@@ -276,46 +273,51 @@ def capture(built: BuiltEngine) -> dict[str, Any]:
 
 
 def in_mode(built: BuiltEngine, mode: str) -> Any:
-    from dataclasses import replace
-
     return replace(built.config, cudagraph_mode=mode)
 
 
 def decode(built: BuiltEngine, batches: Sequence[int], context: int) -> list[dict[str, Any]]:
-    """Milliseconds of a decode step, logits included, by graph mode."""
+    """Milliseconds of a decode step, logits included, by graph mode. Of mixed batches one size is captured only."""
+    built = replace(built, config=replace(built.config, max_capture_tokens=1))
     rows: list[dict[str, Any]] = []
     for mode in ("none", "piecewise", "full"):
         engine = in_graph_mode(built, mode)
-        for batch in batches:
-            times, hosts = [], []
-            for step in range(12):
-                start = context + step
-                per = -(-(context + 12) // built.config.block_size)
-                chunks = [
-                    Chunk(str(i), start, 1, tuple(range(1 + i * per, 1 + (i + 1) * per)), i + 1, True, True)
-                    for i in range(batch)
-                ]
-                torch.cuda.synchronize()
-                begun = time.perf_counter()
-                with engine.runner.on_device():
-                    engine.runner.logits(engine.runner.forward(chunks, [7] * batch), range(batch))
-                issued = time.perf_counter()
-                torch.cuda.synchronize()
-                times.append(time.perf_counter() - begun)
-                hosts.append(issued - begun)
-            row = {
-                "mode": mode,
-                "batch": batch,
-                "context": context,
-                "ms": 1e3 * statistics.median(times[2:]),
-                "host_ms": 1e3 * statistics.median(hosts[2:]),
-            }
-            rows.append(row)
-            print(f"  {mode:10} batch {batch:3}: {row['ms']:7.2f} ms, host {row['host_ms']:6.2f} ms", flush=True)
+        rows += [_decode_row(engine, mode, batch, context) for batch in batches]
         del engine
         gc.collect()
         torch.cuda.empty_cache()
+    full = {row["batch"]: row["ms"] for row in rows if row["mode"] == "full"}
+    for row in rows:
+        row["to_full"] = row["ms"] / full[row["batch"]]
+        print(
+            f"  {row['mode']:10} batch {row['batch']:3}: {row['ms']:7.3f} ms, host {row['host_ms']:6.3f} ms, "
+            f"{row['to_full']:5.3f} x full",
+            flush=True,
+        )
     return rows
+
+
+def _decode_row(engine: BuiltEngine, mode: str, batch: int, context: int) -> dict[str, Any]:
+    times, hosts = [], []
+    per = -(-(context + DECODE_STEPS) // engine.config.block_size)
+    for step in range(DECODE_STEPS):
+        blocks = [tuple(range(1 + i * per, 1 + (i + 1) * per)) for i in range(batch)]
+        chunks = [Chunk(str(i), context + step, 1, own, i + 1, True, True) for i, own in enumerate(blocks)]
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        with engine.runner.on_device():
+            engine.runner.logits(engine.runner.forward(chunks, [7] * batch), range(batch))
+        issued = time.perf_counter()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+        hosts.append(issued - begun)
+    return {
+        "mode": mode,
+        "batch": batch,
+        "context": context,
+        "ms": 1e3 * statistics.median(times[10:]),
+        "host_ms": 1e3 * statistics.median(hosts[10:]),
+    }
 
 
 def main() -> None:
@@ -340,7 +342,7 @@ def main() -> None:
             args.json.write_text(json.dumps(results, indent=1) + "\n")
 
     if args.only in (None, "breaks"):
-        section("breaks", breaks)
+        section("breaks", lambda: breaks(backend))
     if args.only in (None, "overlap"):
         section("overlap", lambda: overlap(backend))
     if args.only in (None, "model"):

@@ -97,7 +97,7 @@ class SparseMLAIndexGroup:
         self._width = width
         self.resolver = resolver
         self._decode_buffers = self._buffers(decode_rows)
-        self._step = self._decode_buffers
+        self._step = self._first(0)
         self._rows = 0
         self._resolved = False
 
@@ -109,23 +109,29 @@ class SparseMLAIndexGroup:
             torch.zeros(rows, dtype=torch.int32, device=device),
         )
 
+    def _first(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logical, physical, counts = self._decode_buffers
+        return logical[:rows], physical[:rows], counts[:rows]
+
     @property
     def inline(self) -> bool:
         """Whether this step resolves on the current stream: it has more rows than the persistent buffers, or there is
         no side stream."""
-        return self._side is None or self._step is not self._decode_buffers
+        return self._side is None or self._rows > self._decode_buffers[0].shape[0]
 
     def begin_step(self, rows: int) -> None:
         """Forget the last step's selection; on the stream that will compute."""
-        fits = rows <= self._decode_buffers[0].shape[0]
-        self._step = self._decode_buffers if fits else self._buffers(rows)
+        if rows > self._decode_buffers[0].shape[0]:
+            self._step = self._buffers(rows)
+        elif rows != self._rows:  # views last as long as the row count: making them would cost each break some 10 us
+            self._step = self._first(rows)
         self._rows = rows
         self._resolved = False
 
     @property
     def logical_topk_indices(self) -> torch.Tensor:
         """[rows, W] int32 for this step's tokens."""
-        return self._step[0][: self._rows]
+        return self._step[0]
 
     def set_logical_topk_ready(self) -> None:
         """The leader has issued everything that fills ``logical_topk_indices``, on the current stream."""
@@ -139,7 +145,7 @@ class SparseMLAIndexGroup:
         Raises:
             HandoffError: the leader has not published in this step.
         """
-        logical, physical, counts = (buffer[: self._rows] for buffer in self._step)
+        logical, physical, counts = self._step
         if not self._resolved:
             if self._side is None or self.inline:
                 self.logical_topk_ready.require_published()

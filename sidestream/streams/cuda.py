@@ -80,11 +80,10 @@ class _OnStream:
     def __enter__(self) -> None:
         raw = self._raw
         self._before = _current_id(raw.device_index)
-        torch._C._cuda_setStream(stream_id=raw.stream_id, device_index=raw.device_index, device_type=raw.device_type)
+        torch._C._cuda_setStream(raw.stream_id, raw.device_index, raw.device_type)
 
     def __exit__(self, *error: object) -> None:
-        stream_id, device_index, device_type = self._before
-        torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+        torch._C._cuda_setStream(*self._before)
 
 
 class CudaBackend:

@@ -134,8 +134,8 @@ CONVERSION = (
             Edit(
                 GROUP,
                 "SparseMLAIndexGroup.begin_step",
-                "self._step = self._decode_buffers if",
-                "self._decode_buffers = self._buffers(2); self._step = self._decode_buffers if",
+                "elif rows != self._rows:",
+                "else:\n        self._decode_buffers = self._buffers(2)",
             ),
         ),
         FULL,
