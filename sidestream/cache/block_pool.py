@@ -5,8 +5,6 @@ Pure bookkeeping on integers; the memory itself is in ``sidestream.cache.pools``
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -100,6 +98,10 @@ class BlockPool:
         """The block published under a hash, owned or free; ``share`` it before anything else is allocated."""
         return self._block_of.get(content)
 
+    def count_free(self, blocks: Iterable[int]) -> int:
+        """How many of them have no owner, so that sharing them takes from ``num_free``."""
+        return sum(not self._references[block] for block in blocks)
+
     def check_integrity(self, owned: Mapping[str, Sequence[int]]) -> None:
         """Recount everything against the blocks of each owner.
 
@@ -131,21 +133,6 @@ class BlockPool:
             del self._block_of[content]
             if self._on_evict is not None:
                 self._on_evict(block, content)
-
-
-def block_hashes(token_ids: Sequence[int], block_size: int, *, salt: bytes = b"") -> list[bytes]:
-    """Content hash of each full block: 16 bytes over the hash before it and its own tokens.
-
-    Args:
-        salt: whatever else the content depends on (a tenant, an adapter); starts the chain.
-    """
-    hashes: list[bytes] = []
-    previous = hashlib.blake2b(salt, digest_size=16).digest()
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        tokens = struct.pack(f"<{block_size}q", *token_ids[start : start + block_size])
-        previous = hashlib.blake2b(previous + tokens, digest_size=16).digest()
-        hashes.append(previous)
-    return hashes
 
 
 def _owners(owned: Mapping[str, Sequence[int]], block: int) -> list[str]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sidestream.core.outputs import CacheReason
+
 SCRATCH_BLOCK = 0
 """Block that padding rows write to; never owned by a sequence."""
 SCRATCH_SLOT = 0
@@ -36,6 +38,23 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotCopy:
+    """The whole state of one slot is copied to another."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence that began, or began again after a preemption, with so many of its tokens from the prefix cache."""
+
+    request_id: str
+    cached_tokens: int
+    reason: CacheReason
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledStep:
     """One step's work: decode chunks first (all of one length), then prefill chunks."""
 
@@ -43,6 +62,11 @@ class ScheduledStep:
     chunks: tuple[Chunk, ...]
     preempted: tuple[str, ...] = ()
     """Requests that lost their blocks and slot when this step was planned; they will be recomputed."""
+    admitted: tuple[Admission, ...] = ()
+    restores: tuple[SlotCopy, ...] = ()
+    """Snapshots that sequences continue from: copied, in order, before the step runs."""
+    snapshots: tuple[SlotCopy, ...] = ()
+    """States that others may continue from: copied, in order, after the step."""
 
     @property
     def num_tokens(self) -> int:

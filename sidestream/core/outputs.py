@@ -6,8 +6,26 @@ Field names of ``RequestOutput``, ``CompletionOutput`` and ``Logprob`` are those
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from sidestream.core.request import FinishReason
+
+
+class CacheReason(StrEnum):
+    """Why no longer prefix of a prompt was taken over from the cache."""
+
+    NOTHING_LONGER = "nothing_longer"
+    """Nothing longer is cached."""
+    LAST_TOKEN = "last_token"
+    """All is cached, but the last token must be computed, with its block."""
+    NO_SNAPSHOT = "no_snapshot"
+    """More blocks are cached, but no state of the linear-attention layers behind them."""
+    SHORT = "short"
+    """The prompt does not fill a block."""
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    """Log-probabilities of the prompt were asked for, so all of it is computed."""
+    DISABLED = "disabled"
+    """There is no prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +77,10 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """One entry a prompt token, None for the first; None if not asked for."""
     outputs: list[CompletionOutput] = field(default_factory=list)
+    cached_tokens: int = 0
+    """Prompt tokens that the first completion took over from the prefix cache; known with its first token."""
+    cache_reason: CacheReason = CacheReason.DISABLED
+    """Why they were not more; known with them."""
 
     @property
     def finished(self) -> bool:

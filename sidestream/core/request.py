@@ -33,3 +33,5 @@ class Request:
     stop_token_ids: frozenset[int]
     mask_token_ids: tuple[int, ...]
     """Ids masked until ``min_tokens`` are generated: the stop and end-of-sequence ids."""
+    cache_salt: str = ""
+    """Only requests of equal salts share cached prefixes."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sidestream.errors import ConfigError
+from sidestream.core.request import Request
+from sidestream.errors import CapacityError, ConfigError, RequestError
 
 DEFAULT_PREFILL_QUANTUM = 64
+DEFAULT_SHARED_PREFIX_WAIT = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,12 @@ class SchedulerConfig:
             turns: chunks of a token or two would waste a step on overhead.
         watermark: share of the blocks that must stay free after a sequence is admitted beside others, so that running
             sequences can grow a little before one must be preempted.
+        prefix_caching: let sequences take over computed prefixes; needs blocks.
+        needs_snapshots: some layer has state that blocks do not hold, so a prefix needs a snapshot too.
+        num_snapshots: slots for them, behind the ``num_slots`` others.
+        snapshot_interval: blocks between snapshots within a prompt; None takes them only where prompts end or part.
+        prefix_salt: what cached content depends on beside the tokens.
+        shared_prefix_wait: steps that a sequence waits at most for one that computes the same prefix.
     Raises:
         ConfigError: naming the value and the limit.
     """
@@ -39,6 +47,12 @@ class SchedulerConfig:
     uses_slots: bool
     prefill_quantum: int = DEFAULT_PREFILL_QUANTUM
     watermark: float = 0.01
+    prefix_caching: bool = False
+    needs_snapshots: bool = False
+    num_snapshots: int = 0
+    snapshot_interval: int | None = None
+    prefix_salt: bytes = b""
+    shared_prefix_wait: int = DEFAULT_SHARED_PREFIX_WAIT
 
     def __post_init__(self) -> None:
         least = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "max_model_len": 2, "prefill_quantum": 1}
@@ -47,6 +61,13 @@ class SchedulerConfig:
         for name, limit in least.items():
             if getattr(self, name) < limit:
                 raise ConfigError(f"{name} is {getattr(self, name)}, at least {limit} is needed")
+        if self.prefix_caching and not self.uses_blocks:
+            raise ConfigError("prefix_caching is on, but no layer keeps KV blocks that could be shared")
+        if self.num_snapshots < 0 or self.shared_prefix_wait < 0 or (self.snapshot_interval or 1) < 1:
+            raise ConfigError(
+                f"num_snapshots {self.num_snapshots} and shared_prefix_wait {self.shared_prefix_wait} must be at least "
+                f"0, snapshot_interval {self.snapshot_interval} at least 1"
+            )
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark is {self.watermark}, allowed is a share from 0 to below 1")
 
@@ -64,3 +85,32 @@ class SchedulerConfig:
     @property
     def watermark_blocks(self) -> int:
         return int(self.watermark * self.num_blocks) if self.uses_blocks else 0
+
+    def room(self, num_prompt_tokens: int) -> int:
+        """Most tokens that can be generated after such a prompt; the last one is never computed, so needs no block."""
+        room = self.max_model_len - num_prompt_tokens
+        return room if self.pool_tokens is None else min(room, self.pool_tokens + 1 - num_prompt_tokens)
+
+
+def check_request(request: Request, config: SchedulerConfig) -> None:
+    """Refuse what could never run.
+
+    Raises:
+        RequestError: the prompt is empty or too long for ``max_model_len``.
+        CapacityError: the block pool could never hold the prompt.
+    """
+    name, prompt = request.request_id, len(request.prompt_token_ids)
+    if prompt == 0:
+        raise RequestError(f"request {name!r} has an empty prompt; at least one token is needed")
+    if request.max_tokens < 1:
+        raise RequestError(f"request {name!r} asks for max_tokens {request.max_tokens}, at least 1 is needed")
+    if prompt + 1 > config.max_model_len:
+        raise RequestError(
+            f"request {name!r} has a prompt of {prompt} tokens; with one generated token it passes max_model_len "
+            f"{config.max_model_len}; shorten the prompt or raise max_model_len"
+        )
+    if config.room(prompt) < 1:
+        raise CapacityError(
+            f"request {name!r} has a prompt of {prompt} tokens; the KV block pool holds {config.pool_tokens} "
+            f"({config.num_blocks - 1} blocks of {config.block_size}); raise num_blocks or memory_limit"
+        )

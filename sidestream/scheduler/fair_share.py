@@ -28,3 +28,21 @@ def fair_shares(needs: Sequence[int], budget: int) -> list[int]:
             break
         left -= needs[i]
     return shares
+
+
+def shares_by_turn(needs: Sequence[int], budget: int, *, quantum: int) -> list[int]:
+    """Serve as many from the front as get at least ``quantum`` tokens, or all they need; the first in any case.
+
+    Args:
+        needs: what each could use, at least 1, in the order of turns.
+    Returns:
+        One share for each that is served.
+    """
+    left, served = budget, 0
+    for need in needs:
+        least = min(need, quantum)
+        if left == 0 or (served and least > left):
+            break
+        left -= min(least, left)
+        served += 1
+    return fair_shares(needs[:served], budget)

@@ -24,8 +24,9 @@ def check_queues(
     steps = list(in_flight)
     assert {id(s) for s in queued} == {id(s) for s in known}, "queues and requests differ"
     assert len(queued) == len(known), "a sequence is queued twice"
-    arrivals = [s.arrival for s in queued]
-    assert arrivals == sorted(arrivals), f"sequences are out of order: {arrivals}"
+    for queue in (running, waiting):
+        arrivals = [s.arrival for s in queue]
+        assert arrivals == sorted(arrivals), f"sequences are out of order: {arrivals}"
     for sequence in running:
         assert sequence.running, f"{sequence.request_id} is running, its mark says it waits"
     for sequence in waiting:

@@ -18,20 +18,26 @@ Policy:
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Sequence as Listing
 from itertools import islice
 
-from sidestream.cache.block_pool import BlockPool
+from sidestream.cache.prefix_stats import PrefixStats
 from sidestream.cache.slots import SlotPool
-from sidestream.core.batch import Chunk, ScheduledStep
+from sidestream.core.batch import Admission, Chunk, ScheduledStep, SlotCopy
 from sidestream.core.outputs import TokenEvent
-from sidestream.core.request import FinishReason, Request
-from sidestream.errors import CapacityError, RequestError
-from sidestream.scheduler.config import SchedulerConfig
-from sidestream.scheduler.fair_share import fair_shares
+from sidestream.core.request import Request
+from sidestream.errors import RequestError
+from sidestream.scheduler.config import SchedulerConfig, check_request
+from sidestream.scheduler.fair_share import shares_by_turn
 from sidestream.scheduler.integrity import check_blocks, check_queues
-from sidestream.scheduler.sequence import Sequence
+from sidestream.scheduler.prefixes import Prefixes
+from sidestream.scheduler.sequence import Sequence, by_arrival
+
+MAX_PASSED_OVER = 32
+"""Waiting sequences, beyond the free seats, that a step looks at."""
 
 
 class Scheduler:
@@ -40,25 +46,29 @@ class Scheduler:
     Attributes:
         num_preemptions: times a sequence lost its memory.
         num_recomputed_tokens: computed positions thrown away by that.
+        prefix_stats: what the prefix cache did.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
+        self.prefix_stats = PrefixStats()
         self._num_arrived = 0
         self._num_steps = 0
         self._reset()
 
     def _reset(self) -> None:
         config = self.config
-        self._blocks = BlockPool(config.num_blocks, config.block_size) if config.uses_blocks else None
+        self._prefixes = Prefixes(config, self.prefix_stats)
+        self._blocks = self._prefixes.blocks
         self._slots = SlotPool(config.num_slots) if config.uses_slots else None
         self._sequences: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of arrival, as admission is
         self._in_flight: deque[tuple[int, tuple[Sequence, ...]]] = deque()  # step index, its sampling sequences
         self._preempted: list[str] = []
+        self._admitted: list[Admission] = []
 
     @property
     def num_waiting(self) -> int:
@@ -77,10 +87,8 @@ class Scheduler:
         return self._slots.num_free if self._slots is not None else 0
 
     def room(self, num_prompt_tokens: int) -> int:
-        """Most tokens that can be generated after such a prompt; the last one is never computed, so needs no block."""
-        room = self.config.max_model_len - num_prompt_tokens
-        pool_tokens = self.config.pool_tokens
-        return room if pool_tokens is None else min(room, pool_tokens + 1 - num_prompt_tokens)
+        """Most tokens that can be generated after such a prompt."""
+        return self.config.room(num_prompt_tokens)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -89,32 +97,24 @@ class Scheduler:
             RequestError: the prompt is empty or too long for ``max_model_len``, or the id is in use.
             CapacityError: the block pool could never hold the prompt.
         """
+        self._enter(request)
+
+    def _enter(self, request: Request, generated: Listing[int] = ()) -> Sequence:
         name, prompt = request.request_id, len(request.prompt_token_ids)
         if name in self._sequences:
             raise RequestError(f"request id {name!r} is in use by an unfinished request; choose another")
-        if prompt == 0:
-            raise RequestError(f"request {name!r} has an empty prompt; at least one token is needed")
-        if request.max_tokens < 1:
-            raise RequestError(f"request {name!r} asks for max_tokens {request.max_tokens}, at least 1 is needed")
-        if prompt + 1 > self.config.max_model_len:
-            raise RequestError(
-                f"request {name!r} has a prompt of {prompt} tokens; with one generated token it passes max_model_len "
-                f"{self.config.max_model_len}; shorten the prompt or raise max_model_len"
-            )
-        if self.room(prompt) < 1:
-            raise CapacityError(
-                f"request {name!r} has a prompt of {prompt} tokens; the KV block pool holds {self.config.pool_tokens} "
-                f"({self.config.num_blocks - 1} blocks of {self.config.block_size}); raise num_blocks or memory_limit"
-            )
+        check_request(request, self.config)
         sequence = Sequence(
             request,
             arrival=self._num_arrived,
-            max_tokens=min(request.max_tokens, self.room(prompt)),
+            max_tokens=min(request.max_tokens, self.config.room(prompt)),
             served_step=self._num_steps - 1,
         )
         self._num_arrived += 1
         self._sequences[name] = sequence
         self._waiting.append(sequence)
+        self._prefixes.open(sequence, generated)
+        return sequence
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it is: its memory is free at once, steps in flight drop its result.
@@ -166,27 +166,27 @@ class Scheduler:
             assert sequence.request_id in tokens, f"step {index} brought no token for {sequence.request_id}"
             token = tokens[sequence.request_id]
             sequence.num_outputs += 1
-            reason = self._finish_reason(sequence, token, stopped)
+            self._prefixes.learn(sequence, token)
+            reason = sequence.finish_reason(token, stopped=sequence.request_id in stopped)
             if reason is not None:
                 self._finish(sequence)
             events.append(TokenEvent(sequence.request_id, token, reason))
         return events
 
-    def restart(self, requests: Iterable[tuple[Request, int]]) -> None:
+    def restart(self, requests: Iterable[tuple[Request, Listing[int]]]) -> None:
         """Forget every step, block and slot, and begin again with these unfinished requests.
 
         For when a step failed: what it wrote is missing or half done, and how far it got is not known.
 
         Args:
-            requests: each with the number of tokens it was given, in order of arrival; those are recomputed.
+            requests: each with the tokens it was given, in order of arrival; those are recomputed.
         """
         self.num_preemptions += len(self._running)
         self.num_recomputed_tokens += sum(sequence.num_computed for sequence in self._running)
         self._reset()
-        for request, num_outputs in requests:
-            self.add(request)
-            sequence = self._waiting[-1]
-            sequence.num_outputs = num_outputs
+        for request, generated in requests:
+            sequence = self._enter(request, generated)
+            sequence.num_outputs = len(generated)
             sequence.restart()
 
     def check_integrity(self) -> None:
@@ -202,6 +202,7 @@ class Scheduler:
             check_blocks(self._blocks, self._running)
         if self._slots is not None:
             self._slots.check_integrity({s.request_id: s.slot for s in self._running})
+        self._prefixes.check_integrity(self._sequences.values())
 
     def _plan_decodes(self, plan: dict[Sequence, int]) -> None:
         for sequence in tuple(self._running):
@@ -210,29 +211,36 @@ class Scheduler:
 
     def _plan_prefills(self, plan: dict[Sequence, int], budget: int, *, admit: bool) -> None:
         running = [s for s in self._running if s.is_prefilling and not self._is_stuck(s)]
-        candidates = self._candidates() if admit else []
+        prepared = candidates = self._candidates() if admit else []
         served, shares = self._share(running, candidates, budget)
         while (fitting := self._count_fitting(served, shares)) is not None:
             candidates = candidates[:fitting]
             served, shares = self._share(running, candidates, budget)
+        num_preempted, next_in_line = len(self._preempted), deque(candidates)
         for sequence, share in sorted(zip(served, shares, strict=True), key=lambda pair: pair[0].arrival):
             if sequence.running:
                 share = self._make_room(sequence, share, plan)
-            elif sequence in candidates and self._waiting[0] is sequence:
-                self._admit(sequence, share)
-            else:
+            elif len(self._preempted) > num_preempted or not next_in_line or next_in_line[0] is not sequence:
                 continue  # an earlier arrival just preempted it, or what it must wait behind
+            elif self._admit(sequence, share):
+                next_in_line.popleft()
+            else:
+                next_in_line.clear()
+                continue
             if share:
                 plan[sequence] = share
                 sequence.served_step = self._num_steps
+        self._prefixes.dismiss(prepared)
 
     def _candidates(self) -> list[Sequence]:
-        """The waiting sequences for which there are seats, in order."""
-        candidates = []
-        for sequence in islice(self._waiting, self.config.max_running - len(self._running)):
-            if sequence.num_in_flight:
+        """The waiting sequences for which there are seats, in order, but for those that better wait for a prefix."""
+        seats = self.config.max_running - len(self._running)
+        candidates: list[Sequence] = []
+        for sequence in islice(self._waiting, seats + MAX_PASSED_OVER if seats else 0):
+            if len(candidates) == seats or sequence.num_in_flight:
                 break  # preempted with its last token still unknown; that comes with the next commit
-            candidates.append(sequence)
+            if self._prefixes.prepare(sequence):
+                candidates.append(sequence)
         return candidates
 
     def _share(
@@ -245,15 +253,10 @@ class Scheduler:
             latest = max(latest, sequence.served_step)
             turns.append((latest, sequence))
         turns.sort(key=lambda turn: turn[0])
-        served: list[Sequence] = []
-        left = budget
-        for _, sequence in turns:
-            least = min(sequence.prefill_remaining, self.config.prefill_quantum)
-            if left == 0 or (served and least > left):
-                break
-            served.append(sequence)
-            left -= min(least, left)
-        return served, fair_shares([s.prefill_remaining for s in served], budget)
+        ordered = [sequence for _, sequence in turns]
+        needs = [self._prefixes.chunk(sequence, budget) for sequence in ordered]
+        shares = shares_by_turn(needs, budget, quantum=self.config.prefill_quantum)
+        return ordered[: len(shares)], shares
 
     def _count_fitting(self, served: list[Sequence], shares: list[int]) -> int | None:
         """How many of the served candidates can be admitted; None if all."""
@@ -268,11 +271,14 @@ class Scheduler:
         for sequence, share in zip(served, shares, strict=True):
             if sequence.running:
                 continue
-            needed = pool.blocks_for(sequence.prefill_target if sequence.preempted else share)
+            hit = sequence.hit
+            owned = len(hit.blocks) - pool.count_free(hit.blocks)
+            end = hit.num_tokens + share
+            needed = pool.blocks_for(sequence.prefill_target if sequence.preempted else end) - owned
             alone = not self._running and fitting == 0
             if free - needed < (0 if alone else self.config.watermark_blocks):
                 return fitting
-            free -= pool.blocks_for(share)
+            free -= pool.blocks_for(end) - owned
             fitting += 1
         return None
 
@@ -314,24 +320,32 @@ class Scheduler:
         sequence.block_ids += tuple(blocks)
         return True
 
-    def _admit(self, sequence: Sequence, share: int) -> None:
-        self._waiting.popleft()
+    def _admit(self, sequence: Sequence, share: int) -> bool:
+        """Let a waiting sequence run; False if what it would take over was just handed out for other content."""
+        assert share > 0, f"{sequence.request_id} is admitted to do nothing"
+        if not self._prefixes.holds(sequence):
+            return False
+        self._waiting.remove(sequence)
         if self._slots is not None:
             slot = self._slots.allocate()
             assert slot is not None, f"no slot for {sequence.request_id} with {len(self._running)} running"
             sequence.slot = slot
+        self._admitted.append(self._prefixes.admit(sequence))
         if self._blocks is not None:
-            blocks = self._blocks.allocate(self._blocks.blocks_for(share))
-            assert blocks is not None, f"no blocks for {share} tokens, {self._blocks.num_free} are free"
-            sequence.block_ids = tuple(blocks)
+            missing = self._blocks.blocks_for(sequence.num_computed + share) - len(sequence.block_ids)
+            blocks = self._blocks.allocate(missing)
+            assert blocks is not None, f"no {missing} blocks for {share} tokens, {self._blocks.num_free} are free"
+            sequence.block_ids += tuple(blocks)
         sequence.running = True
         sequence.preempted = False
-        self._running.append(sequence)
+        insort(self._running, sequence, key=by_arrival)
+        return True
 
     def _issue(self, plan: dict[Sequence, int]) -> ScheduledStep:
         """Turn the plan, decodes first, into chunks and count it as done: the next step builds on it."""
-        chunks = []
-        sampling = []
+        chunks, sampling = [], []
+        restores: list[SlotCopy] = []
+        snapshots: list[SlotCopy] = []
         for sequence, length in plan.items():
             start = sequence.num_computed
             samples = start + length == sequence.num_known
@@ -345,22 +359,19 @@ class Scheduler:
                 samples=samples,
             )
             chunks.append(chunk)
+            restores += self._prefixes.restore(sequence)
             sequence.num_computed += length
+            snapshots += self._prefixes.computed(sequence, decode=chunk.is_decode)
             if samples:
                 sequence.num_in_flight += 1
                 sampling.append(sequence)
-        step = ScheduledStep(index=self._num_steps, chunks=tuple(chunks), preempted=tuple(self._preempted))
+        told = tuple(self._preempted), tuple(self._admitted)
+        step = ScheduledStep(self._num_steps, tuple(chunks), *told, tuple(restores), tuple(snapshots))
         self._preempted.clear()
+        self._admitted.clear()
         self._in_flight.append((step.index, tuple(sampling)))
         self._num_steps += 1
         return step
-
-    def _finish_reason(self, sequence: Sequence, token: int, stopped: Collection[str]) -> FinishReason | None:
-        request = sequence.request
-        stops = token in request.stop_token_ids and sequence.num_outputs >= request.params.min_tokens
-        if stops or sequence.request_id in stopped:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if sequence.num_outputs >= sequence.max_tokens else None
 
     def _finish(self, sequence: Sequence) -> None:
         sequence.finished = True
@@ -370,6 +381,7 @@ class Scheduler:
             self._free(sequence)
         else:
             self._waiting.remove(sequence)
+        self._prefixes.close(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
@@ -377,10 +389,11 @@ class Scheduler:
         self._running.remove(sequence)
         self._free(sequence)
         sequence.preempted = True
-        self._waiting.appendleft(sequence)
+        insort(self._waiting, sequence, key=by_arrival)
         self._preempted.append(sequence.request_id)
 
     def _free(self, sequence: Sequence) -> None:
+        self._prefixes.lose(sequence)
         if self._blocks is not None:
             self._blocks.release(sequence.block_ids)
         if self._slots is not None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from sidestream.cache.prefix_cache import CachedSequence, Hit
 from sidestream.core.batch import SCRATCH_SLOT
-from sidestream.core.request import Request
+from sidestream.core.outputs import CacheReason
+from sidestream.core.request import FinishReason, Request
+
+NO_HIT = Hit(reason=CacheReason.DISABLED)
+"""Nothing is taken over."""
 
 
 class Sequence:
@@ -18,6 +23,10 @@ class Sequence:
         prefill_target: tokens known when it was admitted: the prompt, after a preemption the generated tokens too.
             Up to there it is prefilling.
         block_ids: the blocks it owns, covering the computed positions.
+        prefix: what the prefix cache knows of it; None without one.
+        hit: what it can take over, while it is about to be admitted.
+        restore_from: the snapshot that its first chunk continues from, until that is planned.
+        waited: steps for which it waited for a prefix that another one computes.
         served_step: last step that served its prefill, or before which it arrived.
     """
 
@@ -25,16 +34,20 @@ class Sequence:
         "arrival",
         "block_ids",
         "finished",
+        "hit",
         "max_tokens",
         "num_computed",
         "num_in_flight",
         "num_outputs",
         "preempted",
         "prefill_target",
+        "prefix",
         "request",
+        "restore_from",
         "running",
         "served_step",
         "slot",
+        "waited",
     )
 
     def __init__(self, request: Request, *, arrival: int, max_tokens: int, served_step: int) -> None:
@@ -51,6 +64,10 @@ class Sequence:
         self.running = False
         self.finished = False
         self.preempted = False
+        self.prefix: CachedSequence | None = None
+        self.hit = NO_HIT
+        self.restore_from: int | None = None
+        self.waited = 0
 
     @property
     def request_id(self) -> str:
@@ -66,13 +83,21 @@ class Sequence:
         return self.num_computed < self.prefill_target
 
     @property
-    def prefill_remaining(self) -> int:
-        return self.prefill_target - self.num_computed
+    def prefill_start(self) -> int:
+        """Where its next prefill chunk begins: behind what it has, or would take over."""
+        return self.num_computed if self.running else self.hit.num_tokens
 
     @property
     def can_decode(self) -> bool:
         """Its next token can be planned: the prompt is done and the length limit, which needs no value, not reached."""
         return not self.is_prefilling and self.num_outputs + self.num_in_flight < self.max_tokens
+
+    def finish_reason(self, token: int, *, stopped: bool) -> FinishReason | None:
+        """Whether this token, already counted, is its last; ``stopped`` by a string."""
+        request = self.request
+        if stopped or (token in request.stop_token_ids and self.num_outputs >= request.params.min_tokens):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_outputs >= self.max_tokens else None
 
     def restart(self) -> None:
         """Forget what was computed: its memory is gone, its tokens are kept."""
@@ -81,3 +106,10 @@ class Sequence:
         self.block_ids = ()
         self.slot = SCRATCH_SLOT
         self.running = False
+        self.hit = NO_HIT
+        self.restore_from = None
+
+
+def by_arrival(sequence: Sequence) -> int:
+    """Sort key of the queues."""
+    return sequence.arrival

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidestream.cache.block_pool import BlockPool, block_hashes
+from sidestream.cache.block_hashes import block_hashes
+from sidestream.cache.block_pool import BlockPool
 from sidestream.errors import CapacityError
 
 

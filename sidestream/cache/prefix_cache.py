@@ -1,0 +1,298 @@
+"""Prefix cache: which blocks and which state a sequence can take over from others, and what others will want of it.
+
+A sequence of a model without linear attention can continue behind every cached block. One with linear attention needs
+the state at that place too: a snapshot, a copy of its slot at a block boundary. A snapshot costs as much memory as
+thousands of tokens of KV, so it is taken where it promises to be of use:
+
+- at the last full block of what a sequence prefills;
+- where prefixes part or end, as the tree of all cached and unfinished prefixes shows;
+- every ``snapshot_interval`` blocks, if asked for;
+- at the last block boundary of what was generated, for the next turn of a conversation: each replaces the one before.
+
+What a planned step computes counts as cached from then on: steps run in order, so whoever is planned later finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from sidestream.cache.block_hashes import BlockHashes, chain_root
+from sidestream.cache.block_pool import BlockPool
+from sidestream.cache.prefix_stats import PrefixStats
+from sidestream.cache.prefix_tree import PrefixNode, PrefixTree, Producer
+from sidestream.cache.snapshots import SnapshotPool
+from sidestream.core.outputs import CacheReason
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The longest prefix that a sequence can take over now.
+
+    Attributes:
+        num_tokens: whole blocks, less than the known tokens: the last of them is always computed.
+        blocks: that hold them.
+        snapshot: slot with the state behind them, where the model needs it.
+        num_found: cached blocks in a row, usable or not.
+        reason: why it is not longer.
+    """
+
+    num_tokens: int = 0
+    blocks: tuple[int, ...] = ()
+    snapshot: int | None = None
+    num_found: int = 0
+    reason: CacheReason = CacheReason.NOTHING_LONGER
+
+
+class CachedSequence(Producer):
+    """An unfinished sequence as the prefix cache sees it.
+
+    Attributes:
+        path: its full blocks whose tokens are known.
+        num_published: of them, those that the pool may find, from the front.
+        last_full: blocks that its present prefill fills.
+        pending: (blocks, slot) of snapshots whose last tokens are not known yet.
+        generated: where its last snapshot of generated tokens is kept.
+    """
+
+    __slots__ = ("generated", "hashes", "last_full", "num_published", "path", "pending")
+
+    def __init__(self, hashes: BlockHashes) -> None:
+        super().__init__()
+        self.hashes = hashes
+        self.path: list[PrefixNode] = []
+        self.num_published = 0
+        self.last_full = 0
+        self.pending: list[tuple[int, int]] = []
+        self.generated: PrefixNode | None = None
+
+
+class PrefixCache:
+    """Finds, publishes and evicts.
+
+    Args:
+        num_blocks, block_size: of the block pool.
+        salt: what the content depends on beside the tokens: the model and its row format.
+        snapshots: first slot for them and how many; None for a model without linear attention.
+        snapshot_interval: blocks between snapshots within a prompt; None takes none there.
+
+    Attributes:
+        blocks: the pool; whoever allocates from it evicts.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        salt: bytes,
+        snapshots: tuple[int, int] | None,
+        snapshot_interval: int | None,
+        stats: PrefixStats,
+    ) -> None:
+        self.blocks = BlockPool(num_blocks, block_size, on_evict=self._forget_block)
+        self.snapshots = None if snapshots is None else SnapshotPool(*snapshots, on_evict=self._forget_snapshot)
+        self.tree = PrefixTree()
+        self.stats = stats
+        self._salt = salt
+        self._snapshot_interval = snapshot_interval
+
+    def open(self, token_ids: Sequence[int], *, num_prompt: int, salt: str) -> CachedSequence:
+        """Enter a sequence with its known tokens; marks where it parts from what is there.
+
+        Args:
+            salt: sequences of different salts share nothing.
+        """
+        size = self.blocks.block_size
+        sequence = CachedSequence(BlockHashes(chain_root(self._salt, salt.encode()), size, token_ids))
+        known = self.tree.extend(sequence.path, sequence.hashes.hashes)
+        parting = min(known, (num_prompt - 1) // size)
+        if parting and self.snapshots is not None:
+            sequence.path[parting - 1].wanted = True
+        return sequence
+
+    def find(self, sequence: CachedSequence, num_known: int) -> Hit:
+        """What a sequence that is not running could take over now; changes nothing.
+
+        Args:
+            num_known: its tokens.
+        """
+        path, limit = sequence.path, (num_known - 1) // self.blocks.block_size
+        blocks: list[int] = []
+        place = 0
+        for node in path:
+            if node.block is None:
+                break
+            blocks.append(node.block)
+            if node.snapshot is not None and len(blocks) <= limit:
+                place = len(blocks)
+        found = len(blocks)
+        reason = CacheReason.NOTHING_LONGER if found <= limit else CacheReason.LAST_TOKEN
+        if self.snapshots is None:
+            place = min(found, limit)
+        elif place < min(found, limit):
+            reason = CacheReason.NO_SNAPSHOT
+        snapshot = path[place - 1].snapshot if place else None
+        if not path:
+            reason = CacheReason.SHORT
+        return Hit(place * self.blocks.block_size, tuple(blocks[:place]), snapshot, found, reason)
+
+    def worth_waiting(self, sequence: CachedSequence, hit: Hit, num_known: int) -> bool:
+        """A running sequence will compute more of its prefix, and leave what it takes to continue there."""
+        size, path = self.blocks.block_size, sequence.path
+        shared = hit.num_found
+        limit = min((num_known - 1) // size, len(path))
+        while shared < limit:
+            producer = path[shared].producer
+            if producer is None or not producer.active or producer.num_computed > shared * size + size - 1:
+                break
+            shared += 1
+        if shared <= hit.num_found:
+            return False
+        return self.snapshots is None or path[shared - 1].wanted
+
+    def claim(self, sequence: CachedSequence, hit: Hit) -> None:
+        """It is about to compute what it did not find, so that others may wait for that."""
+        sequence.active = True
+        sequence.num_computed = hit.num_tokens
+        for node in sequence.path[hit.num_found :]:
+            node.producer = sequence
+
+    def admit(self, sequence: CachedSequence, hit: Hit, *, num_known: int) -> None:
+        """It runs now and shares the hit's blocks."""
+        self.claim(sequence, hit)
+        self.blocks.share(hit.blocks)
+        if hit.snapshot is not None:
+            assert self.snapshots is not None
+            self.snapshots.touch(hit.snapshot)
+        sequence.num_published = len(hit.blocks)
+        sequence.last_full = num_known // self.blocks.block_size
+
+    def chunk_end(self, sequence: CachedSequence, start: int, end: int) -> int:
+        """Where a prefill chunk should end that could reach ``end``: at the first boundary with a wanted snapshot."""
+        if self.snapshots is None or not self.snapshots.count:
+            return end
+        size = self.blocks.block_size
+        for depth in range(start // size + 1, min((end - 1) // size, len(sequence.path)) + 1):
+            if self._wants(sequence, sequence.path[depth - 1]):
+                return depth * size
+        return end
+
+    def computed(self, sequence: CachedSequence, end: int, block_ids: Sequence[int], *, decode: bool) -> int | None:
+        """A step was planned that computes positions up to ``end``: publish what is known of it.
+
+        Returns:
+            The slot that must take a copy of the sequence's state after that step, or None.
+        """
+        sequence.num_computed = end
+        self.publish(sequence, block_ids)
+        size = self.blocks.block_size
+        if self.snapshots is None or end % size:
+            return None
+        depth = end // size
+        node = sequence.path[depth - 1] if depth <= len(sequence.path) else None
+        if node is not None and node.snapshot is not None:
+            self.snapshots.touch(node.snapshot)
+            return None
+        if not decode and (node is None or not self._wants(sequence, node)):
+            return None
+        slot = self.snapshots.take()
+        if slot is None:
+            self.stats.snapshots_failed += 1
+            return None
+        self.stats.snapshots_taken += 1
+        if node is None:
+            sequence.pending.append((depth, slot))
+        else:
+            self._attach(sequence, node, slot, generated=decode)
+        return slot
+
+    def learn(self, sequence: CachedSequence, token_id: int, block_ids: Sequence[int]) -> None:
+        """A generated token became known."""
+        if sequence.hashes.append(token_id):
+            self.tree.extend(sequence.path, sequence.hashes.hashes)
+        self.publish(sequence, block_ids)
+
+    def publish(self, sequence: CachedSequence, block_ids: Sequence[int]) -> None:
+        """Let others find the full blocks that are computed and known."""
+        full = min(sequence.num_computed // self.blocks.block_size, len(sequence.path))
+        if sequence.num_published >= full:
+            return
+        for place in range(sequence.num_published, full):
+            node = sequence.path[place]
+            if node.block is None:
+                node.block = block_ids[place]
+                self.blocks.publish(node.block, node.content)
+        sequence.num_published = full
+        while sequence.pending and sequence.pending[0][0] <= full:
+            depth, slot = sequence.pending.pop(0)
+            self._attach(sequence, sequence.path[depth - 1], slot, generated=True)
+
+    def lose(self, sequence: CachedSequence) -> None:
+        """It does not run any more; what it published stays."""
+        sequence.active = False
+        sequence.num_computed = sequence.num_published = 0
+        sequence.generated = None
+        for _, slot in sequence.pending:
+            assert self.snapshots is not None
+            self.snapshots.drop(slot)
+        sequence.pending.clear()
+
+    def close(self, sequence: CachedSequence) -> None:
+        """It is finished."""
+        self.lose(sequence)
+        self.tree.leave(sequence.path)
+
+    def check_integrity(self, sequences: Collection[CachedSequence]) -> None:
+        """Recount tree and snapshots; an AssertionError names what differs."""
+        self.tree.check_integrity([sequence.path for sequence in sequences])
+        for node in self.tree.nodes.values():
+            assert self.blocks.lookup(node.content) == node.block, (
+                f"the pool holds {node.content.hex()} in {self.blocks.lookup(node.content)}, the tree in {node.block}"
+            )
+        if self.snapshots is not None:
+            taken = [slot for sequence in sequences for _, slot in sequence.pending]
+            kept = [(n.snapshot, n.content) for n in self.tree.nodes.values() if n.snapshot is not None]
+            self.snapshots.check_integrity(taken=taken, kept=kept)
+
+    def _forget_block(self, block: int, content: bytes) -> None:
+        """A published block is handed out for other content; a snapshot behind it is of no use without it."""
+        node = self.tree.nodes[content]
+        assert node.block == block, f"block {block} is evicted, its content was in {node.block}"
+        node.block = None
+        if node.snapshot is not None:
+            assert self.snapshots is not None
+            self.snapshots.drop(node.snapshot)
+            node.snapshot = None
+            self.stats.snapshots_evicted += 1
+        self.stats.blocks_evicted += 1
+        self.tree.prune(node)
+
+    def _forget_snapshot(self, slot: int, content: bytes) -> None:
+        """A snapshot gives way to another; its block stays."""
+        node = self.tree.nodes[content]
+        assert node.snapshot == slot, f"snapshot {slot} is evicted, its content was in {node.snapshot}"
+        node.snapshot = None
+        self.stats.snapshots_evicted += 1
+
+    def _wants(self, sequence: CachedSequence, node: PrefixNode) -> bool:
+        if node.snapshot is not None:
+            return False
+        every = self._snapshot_interval
+        return node.wanted or node.depth == sequence.last_full or (every is not None and node.depth % every == 0)
+
+    def _attach(self, sequence: CachedSequence, node: PrefixNode, slot: int, *, generated: bool) -> None:
+        """Keep a snapshot unless there is one; of generated tokens, one that nobody wants gives way to the next."""
+        assert self.snapshots is not None
+        if node.snapshot is not None or node.block is None:
+            self.snapshots.drop(slot)
+            return
+        self.snapshots.keep(slot, node.content)
+        node.snapshot = slot
+        if not generated:
+            return
+        before = sequence.generated
+        if before is not None and before.snapshot is not None and not before.wanted:
+            self.snapshots.drop(before.snapshot)
+            before.snapshot = None
+        sequence.generated = node

@@ -1,0 +1,152 @@
+"""The prefix cache as the scheduler uses it: what each sequence takes over, waits for and leaves to others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Listing
+
+from sidestream.cache.block_pool import BlockPool
+from sidestream.cache.prefix_cache import Hit, PrefixCache
+from sidestream.cache.prefix_stats import PrefixStats
+from sidestream.core.batch import Admission, SlotCopy
+from sidestream.core.outputs import CacheReason
+from sidestream.scheduler.config import SchedulerConfig
+from sidestream.scheduler.sequence import NO_HIT, Sequence
+
+
+class Prefixes:
+    """The block pool, with a prefix cache over it or without; without one nothing is found and nothing is kept.
+
+    Attributes:
+        blocks: None where no layer keeps blocks.
+    """
+
+    def __init__(self, config: SchedulerConfig, stats: PrefixStats) -> None:
+        self._config = config
+        self._stats = stats
+        self._cache: PrefixCache | None = None
+        self.blocks: BlockPool | None = None
+        if config.prefix_caching:
+            self._cache = PrefixCache(
+                config.num_blocks,
+                config.block_size,
+                salt=config.prefix_salt,
+                snapshots=(config.num_slots, config.num_snapshots) if config.needs_snapshots else None,
+                snapshot_interval=config.snapshot_interval,
+                stats=stats,
+            )
+            self.blocks = self._cache.blocks
+        elif config.uses_blocks:
+            self.blocks = BlockPool(config.num_blocks, config.block_size)
+
+    def open(self, sequence: Sequence, generated: Listing[int]) -> None:
+        """A sequence arrived, with tokens it generated before, if any."""
+        if self._cache is not None:
+            request = sequence.request
+            prompt = request.prompt_token_ids
+            tokens = (*prompt, *generated) if generated else prompt
+            sequence.prefix = self._cache.open(tokens, num_prompt=len(prompt), salt=request.cache_salt)
+
+    def prepare(self, sequence: Sequence) -> bool:
+        """Look up what a waiting sequence could take over; False if it should rather wait for one that runs."""
+        cache, prefix = self._cache, sequence.prefix
+        if cache is None or prefix is None:
+            return True
+        known = sequence.prefill_target
+        sequence.hit = found = cache.find(prefix, known)
+        if sequence.request.params.prompt_logprobs is not None:
+            sequence.hit = Hit(num_found=found.num_found, reason=CacheReason.PROMPT_LOGPROBS)
+        elif sequence.waited <= self._config.shared_prefix_wait and cache.worth_waiting(prefix, found, known):
+            if sequence.waited < self._config.shared_prefix_wait:
+                self._stats.waited += sequence.waited == 0
+                self._stats.wait_steps += 1
+                sequence.waited += 1
+                sequence.hit = NO_HIT
+                return False
+            sequence.waited += 1
+            self._stats.gave_up += 1
+        cache.claim(prefix, sequence.hit)
+        return True
+
+    def dismiss(self, candidates: Iterable[Sequence]) -> None:
+        """These are not admitted in this step after all: nobody may wait for them."""
+        for sequence in candidates:
+            if sequence.prefix is not None and not sequence.running:
+                sequence.prefix.active = False
+                sequence.prefix.num_computed = 0
+                sequence.hit = NO_HIT
+
+    def holds(self, sequence: Sequence) -> bool:
+        """What ``prepare`` found is still there."""
+        if self._cache is None or sequence.prefix is None or not sequence.hit.num_tokens:
+            return True
+        found = self._cache.find(sequence.prefix, sequence.prefill_target)
+        return (found.blocks, found.snapshot) == (sequence.hit.blocks, sequence.hit.snapshot)
+
+    def admit(self, sequence: Sequence) -> Admission:
+        """It begins to run with what it takes over."""
+        hit, cache, stats = sequence.hit, self._cache, self._stats
+        if cache is not None and sequence.prefix is not None:
+            cache.admit(sequence.prefix, hit, num_known=sequence.prefill_target)
+            sequence.block_ids = hit.blocks
+            sequence.num_computed = hit.num_tokens
+            sequence.restore_from = hit.snapshot
+            stats.requests += 1
+            stats.hits += hit.num_tokens > 0
+            stats.known_tokens += sequence.prefill_target
+            stats.cached_tokens += hit.num_tokens
+            stats.reasons[hit.reason] += 1
+            if unused := hit.num_found * self._config.block_size - hit.num_tokens:
+                stats.unused_tokens[hit.reason] += unused
+        return Admission(sequence.request_id, hit.num_tokens, hit.reason)
+
+    def chunk(self, sequence: Sequence, most: int) -> int:
+        """Tokens of its next prefill chunk: at most so many, and none behind a boundary whose state is wanted."""
+        start = sequence.prefill_start
+        end = min(sequence.prefill_target, start + most)
+        if self._cache is not None and sequence.prefix is not None and end > start:
+            end = self._cache.chunk_end(sequence.prefix, start, end)
+        return end - start
+
+    def restore(self, sequence: Sequence) -> list[SlotCopy]:
+        """What must be copied before its first chunk."""
+        if sequence.restore_from is None:
+            return []
+        copy = SlotCopy(sequence.restore_from, sequence.slot)
+        sequence.restore_from = None
+        self._stats.snapshots_restored += 1
+        return [copy]
+
+    def computed(self, sequence: Sequence, *, decode: bool) -> list[SlotCopy]:
+        """A chunk was planned up to ``num_computed``; what must be copied after it."""
+        if self._cache is None or sequence.prefix is None:
+            return []
+        slot = self._cache.computed(sequence.prefix, sequence.num_computed, sequence.block_ids, decode=decode)
+        return [] if slot is None else [SlotCopy(sequence.slot, slot)]
+
+    def learn(self, sequence: Sequence, token_id: int) -> None:
+        """A token of it was committed."""
+        if self._cache is not None and sequence.prefix is not None:
+            self._cache.learn(sequence.prefix, token_id, sequence.block_ids)
+
+    def lose(self, sequence: Sequence) -> None:
+        """It gives up its memory."""
+        if self._cache is not None and sequence.prefix is not None:
+            self._cache.lose(sequence.prefix)
+
+    def close(self, sequence: Sequence) -> None:
+        """It is finished."""
+        if self._cache is not None and sequence.prefix is not None:
+            self._cache.close(sequence.prefix)
+
+    def check_integrity(self, sequences: Collection[Sequence]) -> None:
+        """Recount the cache; an AssertionError names what differs."""
+        if self._cache is not None:
+            self._cache.check_integrity([s.prefix for s in sequences if s.prefix is not None])
+            for sequence in sequences:
+                assert sequence.prefix is not None, f"{sequence.request_id} is unknown to the prefix cache"
+                assert sequence.prefix.active == sequence.running, f"{sequence.request_id} claims what it does not run"
+                assert sequence.prefix.num_computed == sequence.num_computed, (
+                    f"{sequence.request_id} has computed {sequence.num_computed} tokens, the prefix cache counts "
+                    f"{sequence.prefix.num_computed}"
+                )
