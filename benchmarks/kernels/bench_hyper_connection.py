@@ -10,10 +10,14 @@ together: 5.0 us at batch 1, 6.0 at 8, 6.5 at 64; 290 at 8,192 rows.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ import torch
 
 from sidestream.ops.hyper_connection import reference, torch_impl
 from sidestream.ops.hyper_connection import triton_post as post_kernel
+from sidestream.ops.hyper_connection import triton_post_pre as joint_kernel
 from sidestream.ops.hyper_connection import triton_pre as pre_kernel
 from sidestream.ops.hyper_connection.triton_pre import Launch
 from sidestream.ops.norm import triton_norms
@@ -59,6 +64,13 @@ EXPANDS = [
     post_kernel.Launch(*choice)
     for choice in ((512, 4), (512, 4, True), (1024, 4), (1024, 4, True), (256, 2), (256, 2, True), (2048, 8), (4096, 8))
 ]
+
+JOINT = {
+    1: [(16, 128, 128, 4), (16, 256, 64, 4), (16, 64, 256, 4), (16, 128, 128, 2), (16, 128, 128, 8)],
+    64: [(32, 64, 256, 4), (16, 64, 256, 4), (16, 128, 128, 4), (32, 128, 128, 4), (64, 128, 128, 4), (64, 64, 256, 8),
+         (16, 32, 512, 8)],
+}  # fmt: skip
+"""By rows: (block, shares, depth, warps) of expand and collapse in two kernels."""
 
 
 def arguments(rows: int, seed: int) -> dict[str, Any]:
@@ -144,6 +156,47 @@ def expand_times(rows: int, sets: list[dict[str, Any]]) -> dict[post_kernel.Laun
     return times
 
 
+def joint_launches(rows: int) -> list[Launch]:
+    tiles = JOINT.get(max((r for r in JOINT if r <= rows), default=1), []) if rows <= joint_kernel.MOST_ROWS else []
+    made = [Launch(*choice, finish_warps=4, overlap=True, early=True) for choice in tiles]
+    if made:
+        first = made[0]
+        made += [replace(first, finish_warps=w) for w in (2, 8)] + [replace(first, early=False)]
+    return made
+
+
+def jointly(made: dict[str, Any], weights: tuple[torch.Tensor, ...], launch: Launch | None) -> tuple[torch.Tensor, ...]:
+    output, post, mix = weights
+    return joint_kernel.hyper_connection_post_pre(
+        made["streams"], output, post, made["fn"], made["base"], mix=mix, norm_weight=made["norm_weight"],
+        **SETTINGS, launch=launch,
+    )  # fmt: skip
+
+
+def joint_times(rows: int, sets: list[dict[str, Any]]) -> dict[str, float]:
+    """Expand, then the next collapse: what lies between two sublayers."""
+    made = sets[0]
+    weights = reference.hyper_connection_pre(**made, **SETTINGS)
+    new = reference.hyper_connection_post(made["streams"], weights[0], weights[1], mix=weights[2])
+    want = (new, *reference.hyper_connection_pre(**{**made, "streams": new}, **SETTINGS))
+    times = {}
+    for launch in [None, *joint_launches(rows)] if rows <= joint_kernel.MOST_ROWS else []:
+        for name, a, b in zip(("streams", "input", "post", "mix"), jointly(made, weights, launch), want, strict=True):
+            # rounded streams differ by a bf16 step here and there, which moves what follows
+            assert error(a, b) < 10 * WORST[name], (name, error(a, b), launch)
+        call = lambda made, launch=launch: jointly(made, weights, launch)  # noqa: E731
+        times[str(launch or "launch_for")] = timed(call, sets)
+    return times
+
+
+def compile_one(job: tuple[int, Launch]) -> None:
+    """In a process of its own: fill Triton's cache on disk."""
+    rows, launch = job
+    made = arguments(rows, seed=0)
+    jointly(made, reference.hyper_connection_pre(**made, **SETTINGS), launch)
+    torch.cuda.synchronize()
+
+
 def both(made: dict[str, Any], launch: Launch | None, expand: post_kernel.Launch | None) -> torch.Tensor:
     normed, post, mix = pre_kernel.hyper_connection_pre(**made, **SETTINGS, launch=launch)
     return post_kernel.hyper_connection_post(made["streams"], normed, post, mix=mix, launch=expand)
@@ -157,11 +210,15 @@ def both_in_torch(made: dict[str, Any]) -> torch.Tensor:
 def main() -> None:
     began = time.monotonic()
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "shapes": {}}
+    with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_one, [(rows, launch) for rows in JOINT for launch in joint_launches(rows)]))
+    print(f"compiled after {time.monotonic() - began:.0f} s")
     for rows in PRODUCTS:
         row_bytes = STREAMS * HIDDEN * 2
         floor = (rows * (3 * row_bytes + 4 * HIDDEN) + 24 * STREAMS * HIDDEN * 4) / BYTES_PER_S * 1e6
         count = min(CALLS, max(2, int(L2_BYTES // (rows * row_bytes + 1.6e6)) + 1))
         sets = [arguments(rows, seed=i) for i in range(count)]
+        joint = joint_times(rows, sets)
         collapses, expands = collapse_times(rows, sets, began + BUDGET_S), expand_times(rows, sets)
         together = {
             "best launches": timed(lambda made: both(made, best(collapses), best(expands)), sets),  # noqa: B023
@@ -177,11 +234,12 @@ def main() -> None:
             "collapse_us": {str(launch): value for launch, value in collapses.items()},
             "expand_us": {str(launch): value for launch, value in expands.items()},
             "together_us": together,
+            "joint_us": joint,
         }
         print(f"\n{rows} rows: floor {floor:.1f} us, bar {BARS.get(rows, '-')} us")
         print("  together: " + ", ".join(f"{name} {value:.2f} us" for name, value in together.items()))
-        for title, times in (("collapse", collapses), ("expand", expands)):
-            for launch, value in sorted(times.items(), key=lambda item: item[1])[:4]:
+        for title, times in (("joint", joint), ("collapse", collapses), ("expand", expands)):
+            for launch, value in sorted(times.items(), key=lambda item: item[1])[:6]:
                 print(f"  {title:8s} {value:8.2f} us  {launch}")
         del sets
     print(f"\n{time.monotonic() - began:.0f} s")

@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from sidestream.config.model import ModelConfig
 from sidestream.layers.loader import LayerLoader
-from sidestream.ops.hyper_connection import hyper_connection_post, hyper_connection_pre
+from sidestream.ops.hyper_connection import hyper_connection_post, hyper_connection_post_pre, hyper_connection_pre
 from sidestream.ops.norm import rms_norm
 
 Sublayer = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStreams:
+    """Streams [T, S, hidden] that a sub-layer's output [T, hidden] has yet to join, which the next sub-layer does on
+    its way: the arguments of ``hyper_connection_post``."""
+
+    streams: torch.Tensor
+    output: torch.Tensor
+    post: torch.Tensor
+    mix: torch.Tensor
+
+
+ResidualState = torch.Tensor | PendingStreams
+"""[T, hidden], or [T, S, hidden] with hyper-connections, whose last change may be pending."""
+
+
+def settled(state: ResidualState) -> torch.Tensor:
+    """The state with nothing pending."""
+    if isinstance(state, torch.Tensor):
+        return state
+    return hyper_connection_post(state.streams, state.output, state.post, mix=state.mix)
 
 
 class PlainResidual:
@@ -26,8 +50,9 @@ class PlainResidual:
         self.weight = loader.tensor(f"{norm}.weight", (config.hidden_size,))
         self.eps = config.rms_norm_eps
 
-    def __call__(self, x: torch.Tensor, sublayer: Sublayer) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden]."""
+    def __call__(self, state: ResidualState, sublayer: Sublayer) -> ResidualState:
+        """[T, hidden] -> [T, hidden]."""
+        x = settled(state)
         return x + sublayer(rms_norm(x, self.weight, self.eps))
 
 
@@ -57,16 +82,19 @@ class HyperConnection:
         for part, factor in zip(torch.split(self.fn, parts), scale, strict=True):
             part.mul_(factor)  # a product less in every step
 
-    def __call__(self, streams: torch.Tensor, sublayer: Sublayer) -> torch.Tensor:
-        """streams [T, S, hidden] -> [T, S, hidden]."""
-        hc = self.hc
-        normed, post, mix = hyper_connection_pre(
-            streams,
-            self.fn,
-            self.base,
-            norm_weight=self.norm_weight,
-            norm_eps=self.norm_eps,
-            eps=hc.eps,
-            iters=hc.sinkhorn_iters,
-        )
-        return hyper_connection_post(streams, sublayer(normed), post, mix=mix)
+    def __call__(self, state: ResidualState, sublayer: Sublayer) -> ResidualState:
+        """[T, S, hidden] -> [T, S, hidden], the sub-layer's output pending."""
+        settings: dict[str, Any] = {
+            "norm_weight": self.norm_weight,
+            "norm_eps": self.norm_eps,
+            "eps": self.hc.eps,
+            "iters": self.hc.sinkhorn_iters,
+        }
+        if isinstance(state, torch.Tensor):
+            streams = state
+            normed, post, mix = hyper_connection_pre(streams, self.fn, self.base, **settings)
+        else:
+            streams, normed, post, mix = hyper_connection_post_pre(
+                state.streams, state.output, state.post, self.fn, self.base, mix=state.mix, **settings
+            )
+        return PendingStreams(streams, sublayer(normed), post, mix)

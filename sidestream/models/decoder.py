@@ -14,7 +14,7 @@ from sidestream.layers.kda import KimiDeltaAttention
 from sidestream.layers.loader import LayerLoader
 from sidestream.layers.mla import LatentAttention
 from sidestream.layers.mlp import DenseMlp, MoeMlp
-from sidestream.layers.residual import Sublayer
+from sidestream.layers.residual import ResidualState, Sublayer, settled
 from sidestream.layers.rope import Rope, Rotation
 from sidestream.ops.norm import rms_norm
 
@@ -22,7 +22,7 @@ from sidestream.ops.norm import rms_norm
 class Residual(Protocol):
     """Joins a sub-layer's output to the residual state."""
 
-    def __call__(self, state: torch.Tensor, sublayer: Sublayer, /) -> torch.Tensor: ...
+    def __call__(self, state: ResidualState, sublayer: Sublayer, /) -> ResidualState: ...
 
 
 MakeResidual = Callable[[LayerLoader, ModelConfig, str, str], Residual]
@@ -42,7 +42,7 @@ class DecoderLayer:
         self.attention_residual = make_residual(loader, config, "input_layernorm", "attn")
         self.mlp_residual = make_residual(loader, config, "post_attention_layernorm", "ffn")
 
-    def __call__(self, state: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+    def __call__(self, state: ResidualState, rotation: Rotation | None) -> ResidualState:
         """Residual state in and out: [Tp, hidden], or [Tp, S, hidden] with hyper-connections."""
         state = self.attention_residual(state, lambda x: self._mix(x, rotation))
         return self.mlp_residual(state, self.mlp)
@@ -90,12 +90,12 @@ class DecoderModel:
         context = get_forward_context()
         inputs = context.inputs
         rotation = self.rope(inputs.positions[: inputs.segment_rows]) if self.rope is not None else None
-        state = self.enter(self.embedding(inputs.token_ids))
+        state: ResidualState = self.enter(self.embedding(inputs.token_ids))
         for index, layer in enumerate(self.layers):
             state = layer(state, rotation)
             if context.observer is not None:
-                context.observer.see(index, state)
-        return rms_norm(self.leave(state), self.norm, self.config.rms_norm_eps)
+                context.observer.see(index, settled(state))
+        return rms_norm(self.leave(settled(state)), self.norm, self.config.rms_norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, hidden] -> [S, vocab] fp32."""

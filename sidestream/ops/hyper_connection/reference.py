@@ -40,3 +40,24 @@ def hyper_connection_post(
     mixed = torch.einsum("tji,tih->tjh", mix.to(streams.dtype).float(), streams.float())
     placed = 2 * torch.einsum("tjo,th->tjh", post.to(streams.dtype).float(), output.float())
     return (mixed + placed).to(streams.dtype)
+
+
+def hyper_connection_post_pre(
+    streams: torch.Tensor,
+    output: torch.Tensor,
+    post: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    *,
+    mix: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+    eps: float,
+    iters: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One after the other. See ``torch_impl.hyper_connection_post_pre``."""
+    new = hyper_connection_post(streams, output, post, mix=mix)
+    return (
+        new,
+        *hyper_connection_pre(new, fn, base, norm_weight=norm_weight, norm_eps=norm_eps, eps=eps, iters=iters),
+    )

@@ -91,6 +91,29 @@ def hyper_connection_post(
     return torch.bmm(mix, streams).addcmul_(post, output.unsqueeze(1), value=2)
 
 
+def hyper_connection_post_pre(
+    streams: torch.Tensor,
+    output: torch.Tensor,
+    post: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    *,
+    mix: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+    eps: float,
+    iters: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``hyper_connection_post`` behind one sublayer, then ``hyper_connection_pre`` of the next.
+
+    Returns:
+        (new streams [T, S, H]; then what ``hyper_connection_pre`` returns).
+    """
+    new = hyper_connection_post(streams, output, post, mix=mix)
+    collapsed = hyper_connection_pre(new, fn, base, norm_weight=norm_weight, norm_eps=norm_eps, eps=eps, iters=iters)
+    return (new, *collapsed)
+
+
 def _sinkhorn_numpy(comb: torch.Tensor, eps: float, iters: int) -> torch.Tensor:
     """From softmax [T, S, S], indexed [i, j], to the mix [T, S, S], indexed [j, i]."""
     T, S, _ = comb.shape

@@ -90,7 +90,6 @@ def hyper_connection_pre(
     steps = triton.cdiv(triton.cdiv(width, launch.depth), launch.shares)
     compiled = isinstance(_products, triton.JITFunction)  # else interpreted, which has no bf16 products
     overlap, early = launch.overlap and compiled, launch.early and compiled
-    programmatic = {"launch_pdl": True}
     partials = torch.empty(T, launch.shares, COLUMNS, dtype=torch.float32, device=streams.device)
     _products[(triton.cdiv(T, launch.block), launch.shares)](
         streams,
@@ -106,8 +105,30 @@ def hyper_connection_pre(
         OVERLAP=overlap,
         EARLY=early,
         num_warps=launch.warps,
-        **(programmatic if early else {}),
+        **({"launch_pdl": True} if early else {}),
     )
+    return finish(
+        streams, partials, base, norm_weight=norm_weight, norm_eps=norm_eps, eps=eps, iters=iters, launch=launch
+    )
+
+
+def finish(
+    streams: torch.Tensor,
+    partials: torch.Tensor,
+    base: torch.Tensor,
+    *,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+    eps: float,
+    iters: int,
+    launch: Launch,
+    fresh: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The results of ``hyper_connection_pre`` from partial products [T, shares, ``COLUMNS``] of ``streams``, which are
+    ``fresh`` if the kernel before wrote them too."""
+    T, S, H = streams.shape
+    compiled = isinstance(_finish, triton.JITFunction)
+    overlap = launch.overlap and compiled
     normed = torch.empty(T, H, dtype=streams.dtype, device=streams.device)
     post = torch.empty(T, S, 1, dtype=torch.float32, device=streams.device)
     mix = torch.empty(T, S, S, dtype=torch.float32, device=streams.device)
@@ -130,9 +151,10 @@ def hyper_connection_pre(
         ROWS=launch.sinkhorn_rows,
         ITERS=iters,
         OVERLAP=overlap,
+        FRESH=fresh,
         FAST=compiled,
         num_warps=launch.finish_warps,
-        **(programmatic if overlap else {}),
+        **({"launch_pdl": True} if overlap else {}),
     )
     return normed, post, mix
 
@@ -207,6 +229,7 @@ def _finish(
     ROWS: tl.constexpr,
     ITERS: tl.constexpr,
     OVERLAP: tl.constexpr,
+    FRESH: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
     """The first ``iterating`` programs take ``ROWS`` rows each through Sinkhorn, the others collapse one row each."""
@@ -221,12 +244,14 @@ def _finish(
         row = (program - iterating).to(tl.int64)
         h = tl.arange(0, BLOCK)
         x = streams + row * 4 * H + h
+        weight = tl.load(norm_weight + h, mask=h < H, other=0.0).to(tl.float32)
+        if OVERLAP and FRESH:
+            gdc_wait()
         x0 = tl.load(x, mask=h < H, other=0.0)
         x1 = tl.load(x + H, mask=h < H, other=0.0)
         x2 = tl.load(x + 2 * H, mask=h < H, other=0.0)
         x3 = tl.load(x + 3 * H, mask=h < H, other=0.0)
-        weight = tl.load(norm_weight + h, mask=h < H, other=0.0).to(tl.float32)
-        if OVERLAP:
+        if OVERLAP and not FRESH:
             gdc_wait()
         column = tl.arange(0, 32)
         share = tl.arange(0, SHARES)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sidestream.ops.hyper_connection import reference, triton_post, triton_pre
+from sidestream.ops.hyper_connection import reference, triton_post, triton_post_pre, triton_pre
 from sidestream.ops.hyper_connection.triton_pre import Launch
 from tests.ops.triton_mode import DEVICE, INTERPRETED
 from tests.tolerances import BF16_STEPS, FP32_ROUNDING
@@ -93,3 +93,42 @@ def test_what_the_kernels_take() -> None:
         launch = triton_pre.launch_for(rows)
         assert launch.block * triton_pre.COLUMNS <= 4096
         assert launch.shares & (launch.shares - 1) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 64), (3, 128), (19, 64)])
+def test_post_and_the_next_pre_in_two_kernels(tokens: int, hidden: int, dtype: torch.dtype) -> None:
+    """Streams are those of the kernel that only mixes, bit for bit, and the collapse is theirs."""
+    made = inputs(tokens, hidden, dtype)
+    output = torch.randn(tokens, hidden + 4).to(DEVICE, dtype)[:, 3 : 3 + hidden]
+    post = torch.rand(tokens, 9, device=DEVICE)[:, 2:6].unsqueeze(2)
+    mix = torch.rand(4, tokens, 4, device=DEVICE).permute(1, 2, 0)
+    launch = Launch(block=16, shares=2, depth=2 * hidden, warps=4, finish_warps=4)
+    streams = made.pop("streams")
+    got = triton_post_pre.hyper_connection_post_pre(streams, output, post, mix=mix, **made, launch=launch)
+    want = triton_post.hyper_connection_post(streams, output, post, mix=mix, launch=triton_post.Launch(32, 4))
+    assert torch.equal(got[0], want)
+    collapsed = reference.hyper_connection_pre(got[0], **made)
+    bound = 4 * FP32_ROUNDING if dtype == torch.float32 else BF16
+    torch.testing.assert_close(got[1], collapsed[0], rtol=bound, atol=4 * FP32_ROUNDING)
+    for a, b in zip(got[2:], collapsed[1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=FP32_ROUNDING)
+
+
+def test_garbage_in_one_row_stays_there_across_both() -> None:
+    made = inputs(6, 64, torch.float32)
+    streams, output = made.pop("streams"), torch.randn(6, 64, device=DEVICE)
+    post, mix = torch.rand(6, 4, 1, device=DEVICE), torch.rand(6, 4, 4, device=DEVICE)
+    launch = Launch(block=16, shares=4, depth=64, warps=4, finish_warps=4)
+    clean = triton_post_pre.hyper_connection_post_pre(streams, output, post, mix=mix, **made, launch=launch)
+    output[[0, 4]] = torch.nan
+    dirty = triton_post_pre.hyper_connection_post_pre(streams, output, post, mix=mix, **made, launch=launch)
+    for a, b in zip(clean, dirty, strict=True):
+        assert torch.equal(a[[1, 2, 3, 5]], b[[1, 2, 3, 5]])
+
+
+def test_what_both_at_once_take() -> None:
+    for hidden, rows, taken in ((4096, 1, True), (4096, 64, True), (4096, 1000, False), (64, 1, False)):
+        made = inputs(rows, hidden, torch.bfloat16)
+        given = (made["fn"], made["base"], made["norm_weight"])
+        assert triton_post_pre.takes(made["streams"], made["streams"][:, 0], *given) == taken
