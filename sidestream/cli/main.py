@@ -11,6 +11,7 @@ from rich.console import Console
 from sidestream import __version__
 from sidestream.cli.doctor import doctor
 from sidestream.cli.generate import generate
+from sidestream.cli.serve import serve
 from sidestream.cli.verify import verify
 from sidestream.errors import SidestreamError
 
@@ -22,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(generate)
+app.command()(serve)
 app.command()(doctor)
 app.command()(verify)
 

@@ -9,11 +9,11 @@ import sys
 import tempfile
 from asyncio import FIRST_COMPLETED
 from asyncio import wait as first_of
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import zmq
 import zmq.asyncio
@@ -32,7 +32,6 @@ from sidestream.engine.wire import (
     Abort,
     Add,
     Died,
-    EngineState,
     Phase,
     Ready,
     Refused,
@@ -44,6 +43,8 @@ from sidestream.engine.wire import (
     encode,
 )
 from sidestream.errors import EngineDeadError, RequestError, SidestreamError
+
+T = TypeVar("T")
 
 STOP_SECONDS = 10.0
 """How long the process may take to end by itself."""
@@ -96,7 +97,7 @@ class AsyncEngine:
     def __init__(self, process: asyncio.subprocess.Process, link: _Link, folder: Path, ready: Ready, seed: int) -> None:
         model = ModelConfig.from_hf(folder)
         self.ready = ready
-        self.state = EngineState()
+        self.state = ready.state
         self.tokenizer: Any | None = load_tokenizer(folder)
         self._process = process
         self._link = link
@@ -165,9 +166,13 @@ class AsyncEngine:
                     raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
             return batch
 
+        return await self.tokenizing(work)
+
+    async def tokenizing(self, work: Callable[[], T]) -> T:
+        """The result of work that uses the tokenizer, on the one thread that does: it is not safe on several."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
 
-    async def stream(self, prompts: Sequence[ProcessedPrompt]) -> AsyncIterator[Delta]:
+    async def stream(self, prompts: Sequence[ProcessedPrompt]) -> AsyncGenerator[Delta, None]:
         """Run prompts; one delta a token, of all completions as they come. Closing the iterator aborts what is left.
 
         Raises:

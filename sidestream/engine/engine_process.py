@@ -1,8 +1,8 @@
 """The engine's own process: takes requests from a socket, runs steps, sends tokens back. No HTTP work stalls a step.
 
-``AsyncEngine`` starts it as ``python -m sidestream.engine.engine_process ADDRESS``. Commands are taken between steps, so
-an abort takes effect before the next one. The process ends when it is told to, when a step fails, or when its parent is
-gone.
+``AsyncEngine`` starts it as ``python -m sidestream.engine.engine_process ADDRESS``. Commands are taken between steps,
+so an abort takes effect before the next one. The process ends when it is told to, when a step fails, or when its parent
+is gone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from sidestream.engine.wire import (
     Died,
     EngineState,
     Event,
-    Memory,
     Phase,
     Ready,
     Refused,
@@ -80,7 +79,7 @@ class EngineProcess:
             for request_id in command.request_ids:
                 self._core.abort(request_id)
         if not self._core.has_work():
-            self._channel.send(StepDone([], self._state()))
+            self._channel.send(StepDone([], self.state()))
 
     def _step(self) -> None:
         outputs = self._core.step()
@@ -89,9 +88,10 @@ class EngineProcess:
         if due:
             self._reported = now
         if outputs or due:
-            self._channel.send(StepDone(outputs, self._state() if due else None))
+            self._channel.send(StepDone(outputs, self.state() if due else None))
 
-    def _state(self) -> EngineState:
+    def state(self) -> EngineState:
+        """Counters and what is held."""
         scheduler, graphs = self._core.scheduler, self._built.runner.graphs
         return EngineState(
             running=scheduler.num_running,
@@ -158,11 +158,12 @@ def start(channel: Channel, message: Start, *, imported: float) -> EngineProcess
         channel.send(Phase("warm-up", done, total, time.monotonic() - began))
 
     warm_up(built, core, on_progress=on_progress)
-    channel.send(ready(built))
-    return EngineProcess(channel, built, core)
+    engine = EngineProcess(channel, built, core)
+    channel.send(ready(built, engine.state()))
+    return engine
 
 
-def ready(built: BuiltEngine) -> Ready:
+def ready(built: BuiltEngine, state: EngineState) -> Ready:
     """What a built engine says of itself."""
     config, ledger, graphs = built.config, built.ledger, built.runner.graphs
     return Ready(
@@ -175,7 +176,9 @@ def ready(built: BuiltEngine) -> Ready:
         block_size=config.block_size,
         num_blocks=built.num_blocks - 1 if config.uses_blocks else 0,
         captured=0 if graphs is None else len(graphs.dispatcher.captures()),
-        memory=Memory(ledger.weights, ledger.blocks, ledger.slots, ledger.budget),
+        vocab_size=config.model.vocab_size,
+        ledger=ledger.as_json(),
+        state=state,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -46,42 +46,6 @@ class Phase(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
-class Memory(msgspec.Struct, frozen=True):
-    """Bytes that the engine holds, by part, and the budget that they must stay under."""
-
-    weights: int
-    blocks: int
-    slots: int
-    budget: int
-
-
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine has served its own requests and takes others.
-
-    Attributes:
-        num_blocks: KV blocks that requests can own.
-        captured: graphs captured; each was replayed by a request.
-    """
-
-    device: str
-    dtype: str
-    kv_cache_dtype: str
-    cudagraph_mode: str
-    max_model_len: int
-    max_num_seqs: int
-    block_size: int
-    num_blocks: int
-    captured: int
-    memory: Memory
-
-
-class StartFailed(msgspec.Struct, frozen=True, tag=True):
-    """A known error ended the start; ``kind`` is its class in ``errors.py``."""
-
-    kind: str
-    message: str
-
-
 class EngineState(msgspec.Struct, frozen=True):
     """Counters since the start, and what is held now.
 
@@ -100,6 +64,36 @@ class EngineState(msgspec.Struct, frozen=True):
     steps: dict[str, int] = {}
     fallbacks: dict[str, int] = {}
     waits: dict[str, int] = {}
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine has served its own requests and takes others.
+
+    Attributes:
+        num_blocks: KV blocks that requests can own.
+        captured: graphs captured; each was replayed by a request.
+        ledger: the memory ledger as plain data, in bytes.
+    """
+
+    device: str
+    dtype: str
+    kv_cache_dtype: str
+    cudagraph_mode: str
+    max_model_len: int
+    max_num_seqs: int
+    block_size: int
+    num_blocks: int
+    captured: int
+    vocab_size: int
+    ledger: dict[str, Any]
+    state: EngineState
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag=True):
+    """A known error ended the start; ``kind`` is its class in ``errors.py``."""
+
+    kind: str
+    message: str
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):

@@ -1,0 +1,192 @@
+"""``/v1/chat/completions``: a conversation in, the next message out."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sidestream.core.outputs import CompletionOutput, RequestOutput
+from sidestream.core.request import FinishReason
+from sidestream.engine.async_engine import Delta
+from sidestream.engine.input_processor import ProcessedPrompt
+from sidestream.errors import RequestError
+from sidestream.server.answer_pieces import (
+    AnswerParser,
+    CallArguments,
+    CallStart,
+    Content,
+    Piece,
+    PlainParser,
+    Reasoning,
+)
+from sidestream.server.chat_prompt import tokenize_chat
+from sidestream.server.errors import JSONAnswer
+from sidestream.server.event_stream import event_stream, unless_gone
+from sidestream.server.logprobs import chat_logprobs
+from sidestream.server.protocol import ChatRequest
+from sidestream.server.service import Service, sampling_params, usage
+
+
+async def create_chat_completion(service: Service, body: ChatRequest, request: Request) -> Response:
+    """Answer one request, whole or streamed."""
+    engine = service.engine
+    service.check_model(body.model)
+    service.check_sequences(1, body.n)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs is given, which needs logprobs to be true")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = sampling_params(body, max_tokens=_max_tokens(body), logprobs=logprobs)
+    tools = None if body.tool_choice == "none" else body.tools
+    token_ids = await engine.tokenizing(
+        lambda: tokenize_chat(engine.tokenizer, body.messages, tools=tools, kwargs=body.chat_template_kwargs)
+    )
+    (prompt,) = await engine.process([(token_ids, params)])
+    answer = _Answer(service, body, prompt, PlainParser)
+    if body.stream:
+        return await event_stream(request.receive, answer.events())
+    return JSONAnswer(await unless_gone(request.receive, answer.whole()))
+
+
+def _max_tokens(body: ChatRequest) -> int | None:
+    """All the room there is, unless one of two fields says less."""
+    given = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
+    if len(given) > 1:
+        raise RequestError(
+            f"max_completion_tokens is {body.max_completion_tokens} and max_tokens {body.max_tokens}; give one of them"
+        )
+    return given.pop() if given else None
+
+
+class _Answer:
+    """One request's answer in the making.
+
+    Args:
+        parser: makes one parser a completion.
+    """
+
+    def __init__(
+        self, service: Service, body: ChatRequest, prompt: ProcessedPrompt, parser: Callable[[], AnswerParser]
+    ) -> None:
+        self._service = service
+        self._body = body
+        self._prompt = prompt
+        self._parsers = [parser() for _ in prompt.requests]
+        self._called = [False] * len(prompt.requests)
+        self._started = [False] * len(prompt.requests)
+        self._head = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": service.settings.model_name,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        output: RequestOutput | None = None
+        async with aclosing(self._service.run([self._prompt])) as deltas:
+            async for delta in deltas:
+                output = delta.output
+        assert output is not None, "a prompt ended without a token"
+        choices = [self._choice(completion) for completion in output.outputs]
+        generated = sum(len(completion.token_ids) for completion in output.outputs)
+        return self._head | {"object": "chat.completion", "choices": choices, "usage": self._usage(generated)}
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        options, generated = self._body.stream_options, 0
+        every = options is not None and bool(options.continuous_usage_stats)
+        head = self._head | {"object": "chat.completion.chunk"}
+        async with aclosing(self._service.run([self._prompt])) as deltas:
+            async for delta in deltas:
+                generated += 1
+                for choice in self._chunks(delta):
+                    yield head | {"choices": [choice]} | ({"usage": self._usage(generated)} if every else {})
+        if options is not None and options.include_usage:
+            yield head | {"choices": [], "usage": self._usage(generated)}
+
+    def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
+        parser = self._parsers[completion.index]
+        message = _message([*parser.push(completion.text), *parser.finish()])
+        return {
+            "index": completion.index,
+            "message": message,
+            "logprobs": self._logprobs(completion.token_ids, completion.logprobs),
+            "finish_reason": _reason(completion.finish_reason, called=bool(message.get("tool_calls"))),
+            "stop_reason": completion.stop_reason,
+        }
+
+    def _chunks(self, delta: Delta) -> Iterable[dict[str, Any]]:
+        """The choices that one token makes: a role first, then what the parser could tell apart, then the reason."""
+        index, last = delta.completion_index, delta.finish_reason is not None
+        if not self._started[index]:
+            self._started[index] = True
+            yield _chunk(index, {"role": "assistant", "content": ""})
+        parser = self._parsers[index]
+        pieces = parser.push(delta.text)
+        if last:
+            pieces += parser.finish()
+        logprobs = self._logprobs([delta.token_id], None if delta.logprobs is None else [delta.logprobs])
+        if logprobs is not None and not pieces:
+            pieces = [Content("")]
+        for piece in pieces:
+            self._called[index] |= isinstance(piece, CallStart)
+            yield _chunk(index, _delta(piece)) | {"logprobs": logprobs}
+            logprobs = None
+        if last:
+            reason = _reason(delta.finish_reason, called=self._called[index])
+            yield _chunk(index, {}) | {"finish_reason": reason, "stop_reason": delta.stop_reason}
+
+    def _logprobs(self, token_ids: Sequence[int], rows: Sequence[Any] | None) -> dict[str, Any] | None:
+        if rows is None:
+            return None
+        return chat_logprobs(self._service.tokens, token_ids, rows, top=self._body.top_logprobs or 0)
+
+    def _usage(self, generated: int) -> dict[str, Any]:
+        return usage(len(self._prompt.token_ids), generated)
+
+
+def _chunk(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _delta(piece: Piece) -> dict[str, Any]:
+    """A piece as a streamed delta."""
+    if isinstance(piece, Content):
+        return {"content": piece.text}
+    if isinstance(piece, Reasoning):
+        return {"reasoning_content": piece.text}
+    if isinstance(piece, CallStart):
+        call = {"index": piece.index, "id": _call_id(), "type": "function"}
+        return {"tool_calls": [call | {"function": {"name": piece.name, "arguments": ""}}]}
+    return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+
+
+def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """All pieces as one message."""
+    content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if isinstance(piece, CallStart):
+            calls.append({"id": _call_id(), "type": "function", "function": {"name": piece.name, "arguments": ""}})
+        elif isinstance(piece, CallArguments):
+            calls[piece.index]["function"]["arguments"] += piece.text
+    message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _reason(reason: FinishReason | None, *, called: bool) -> str | None:
+    if reason is FinishReason.STOP and called:
+        return "tool_calls"
+    return None if reason is None else str(reason)
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"

@@ -1,0 +1,70 @@
+"""What is refused before a request is looked at: bodies that are too large, and callers without the key."""
+
+from __future__ import annotations
+
+import hmac
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sidestream.server.errors import ApiError, error_answer
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/dashboard"})
+"""What probes, scrapers and browsers read without a key; nothing of a request's content is there."""
+
+
+class ApiKey:
+    """Asks every other path for ``Authorization: Bearer KEY``."""
+
+    def __init__(self, app: ASGIApp, *, key: str) -> None:
+        self._app = app
+        self._expected = b"Bearer " + key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._expected):
+                error = ApiError(
+                    401,
+                    "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+                    kind="authentication_error",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+                await error_answer(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class BodyLimit:
+    """Answers 413 to a body of more than ``limit`` bytes, declared or sent."""
+
+    def __init__(self, app: ASGIApp, *, limit: int) -> None:
+        self._app = app
+        self._limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        if declared.isdigit() and int(declared) > self._limit:
+            await error_answer(self._too_large(int(declared)))(scope, receive, send)
+            return
+        read = 0
+
+        async def counted() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self._limit:
+                raise HTTPException(413, self._message(read))  # the one kind that is passed through unchanged
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _too_large(self, size: int) -> ApiError:
+        return ApiError(413, self._message(size), code="request_too_large")
+
+    def _message(self, size: int) -> str:
+        return f"the body has {size} bytes or more, the limit is {self._limit} (max_body_bytes)"

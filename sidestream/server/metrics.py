@@ -1,0 +1,140 @@
+"""Prometheus metrics. Where one means what vLLM's does it has vLLM's name, so that existing dashboards work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from sidestream.core.request import FinishReason
+from sidestream.engine.wire import EngineState, Ready
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+LABEL = "model_name"
+
+
+class Metrics:
+    """What the server counts itself, and the engine's last report, in one registry."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts, when their first token came.")
+        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        self._finished = Counter(
+            "vllm:request_success", "Completions ended.", [LABEL, "finished_reason"], registry=self.registry
+        )
+        self.first_token = self._histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.")
+        self.inter_token = self._histogram("vllm:inter_token_latency_seconds", "Between tokens of a completion.")
+        self.whole = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.")
+        self.prompt_length = self._histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self.output_length = self._histogram("vllm:request_generation_tokens", "Tokens of a completion.", TOKENS)
+        self._refused = Counter(
+            "sidestream:requests_refused", "Requests answered with an error.", [LABEL, "status"], registry=self.registry
+        )
+        self._disconnected = self._counter("sidestream:requests_disconnected", "Requests whose client went away.")
+
+    def follow(self, engine: Callable[[], tuple[Ready, EngineState] | None]) -> None:
+        """Show the engine's reports too; ``engine`` gives the last one, or None while there is none."""
+        self.registry.register(_EngineReports(self._model, engine))
+
+    def finished(self, reason: FinishReason) -> None:
+        self._finished.labels(self._model, str(reason)).inc()
+
+    def refused(self, status: int) -> None:
+        self._refused.labels(self._model, str(status)).inc()
+
+    def disconnected(self) -> None:
+        self._disconnected.inc()
+
+    def text(self) -> bytes:
+        """The whole registry in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, about: str) -> Counter:
+        return Counter(name, about, [LABEL], registry=self.registry).labels(self._model)
+
+    def _histogram(self, name: str, about: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        return Histogram(name, about, [LABEL], registry=self.registry, buckets=buckets).labels(self._model)
+
+
+class RequestClock:
+    """Times of one engine request, as its tokens come out."""
+
+    def __init__(self, metrics: Metrics, *, prompt_tokens: int) -> None:
+        self._metrics = metrics
+        self._arrived = self._last = time.monotonic()
+        self._prompt_tokens = prompt_tokens
+        self._tokens = 0
+
+    def token(self, reason: FinishReason | None) -> None:
+        """A token came out; the last one with its reason."""
+        now, metrics = time.monotonic(), self._metrics
+        if self._tokens == 0:
+            metrics.first_token.observe(now - self._arrived)
+            metrics.prompt_tokens.inc(self._prompt_tokens)
+            metrics.prompt_length.observe(self._prompt_tokens)
+        else:
+            metrics.inter_token.observe(now - self._last)
+        self._last = now
+        self._tokens += 1
+        metrics.generation_tokens.inc()
+        if reason is not None:
+            self._end(reason)
+
+    def dropped(self) -> None:
+        """The request was aborted before its end."""
+        self._end(FinishReason.ABORT)
+
+    def _end(self, reason: FinishReason) -> None:
+        self._metrics.whole.observe(time.monotonic() - self._arrived)
+        self._metrics.output_length.observe(self._tokens)
+        self._metrics.finished(reason)
+
+
+class _EngineReports:
+    """The engine's last report as metrics, made anew at every scrape."""
+
+    def __init__(self, model: str, engine: Callable[[], tuple[Ready, EngineState] | None]) -> None:
+        self._model = model
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        report = self._engine()
+        if report is None:
+            return
+        ready, state = report
+        used = 1 - state.free_blocks / ready.num_blocks if ready.num_blocks else 0.0
+        yield self._gauge("vllm:num_requests_running", "Sequences in the running batch.", state.running)
+        yield self._gauge("vllm:num_requests_waiting", "Sequences in the queue.", state.waiting)
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.", used)
+        yield self._counter("vllm:num_preemptions", "Times a sequence lost its memory.", state.preemptions)
+        yield self._counter(
+            "sidestream:recomputed_tokens", "Computed positions thrown away by that.", state.recomputed_tokens
+        )
+        yield self._by("sidestream:steps", "Steps by graph mode.", "mode", state.steps)
+        yield self._by("sidestream:graph_fallbacks", "Steps without the graph asked for.", "reason", state.fallbacks)
+        yield self._by("sidestream:host_waits", "Steps the host waited for.", "reason", state.waits)
+        memory = GaugeMetricFamily("sidestream:memory_bytes", "Bytes held, by part.", labels=[LABEL, "part"])
+        for part, size in ready.ledger["parts"].items():
+            memory.add_metric([self._model, part], size["measured"])
+        yield memory
+
+    def _gauge(self, name: str, about: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, about, labels=[LABEL])
+        family.add_metric([self._model], value)
+        return family
+
+    def _counter(self, name: str, about: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, about, labels=[LABEL])
+        family.add_metric([self._model], value)
+        return family
+
+    def _by(self, name: str, about: str, label: str, values: dict[str, int]) -> Metric:
+        family = CounterMetricFamily(name, about, labels=[LABEL, label])
+        for key, value in values.items():
+            family.add_metric([self._model, key], value)
+        return family

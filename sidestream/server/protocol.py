@@ -1,0 +1,145 @@
+"""What clients may send: OpenAI's fields, and those that vLLM added. Unknown fields are refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Integer: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Number: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
+TokenIds: TypeAlias = list[Integer]
+
+
+class Strict(BaseModel):
+    """No conversions: 0.01 is not an integer, "1" not a number, and a field that is not known is an error."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    """Which chunks of a stream carry token counts: a last one without choices, or all."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class SamplingFields(Strict):
+    """What both kinds of completion share; null is the default everywhere. Ranges are checked by ``SamplingParams``."""
+
+    model: str | None = None
+    n: Integer | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Integer | None = None
+    min_p: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    logit_bias: dict[str, Number] | None = None
+    seed: Integer | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Integer | None = None
+    max_tokens: Integer | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Accepted and not used.")
+
+
+class CompletionRequest(SamplingFields):
+    """Body of ``/v1/completions``."""
+
+    prompt: str | list[str] | TokenIds | list[TokenIds]
+    best_of: Integer | None = Field(None, description="Must equal n.")
+    echo: bool | None = None
+    logprobs: Integer | None = None
+    suffix: None = Field(None, description="Not supported: must be null.")
+
+
+class TextPart(Strict):
+    """One part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message of a conversation; other fields go to the chat template as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: str
+    content: str | list[TextPart] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class FunctionDefinition(Strict):
+    """A function that the model may call."""
+
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(Strict):
+    """Names one of the request's functions."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """The one tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ChatRequest(SamplingFields):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: Integer | None = None
+    logprobs: bool | None = None
+    top_logprobs: Integer | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = Field(None, description="Accepted and not used.")
+    chat_template_kwargs: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = Field(None, description="Accepted and not used.")
+    store: bool | None = Field(None, description="Accepted and not used.")
+    service_tier: str | None = Field(None, description="Accepted and not used.")
+    safety_identifier: str | None = Field(None, description="Accepted and not used.")
+    prompt_cache_key: str | None = Field(None, description="Accepted and not used.")
+
+
+class TokenizeRequest(Strict):
+    """Body of ``/tokenize``: text, or a conversation for the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    tools: list[Tool] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(Strict):
+    """Body of ``/detokenize``."""
+
+    model: str | None = None
+    tokens: TokenIds
+    skip_special_tokens: bool = False

@@ -1,0 +1,154 @@
+"""What all routes share: the engine at its present stage, the model's name, limits, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from sidestream.core.sampling_params import SamplingParams
+from sidestream.engine.async_engine import AsyncEngine, Delta
+from sidestream.engine.input_processor import ProcessedPrompt
+from sidestream.engine.wire import EngineState, Phase, Ready
+from sidestream.errors import RequestError
+from sidestream.server.errors import ApiError, shown, unavailable
+from sidestream.server.metrics import Metrics, RequestClock
+from sidestream.server.protocol import SamplingFields
+from sidestream.server.settings import ServerSettings
+from sidestream.server.token_text import TokenText
+
+TAKEN_AS_THEY_ARE = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+)
+"""Fields that ``SamplingParams`` has by the same name, with the same default."""
+
+
+class Service:
+    """One server's state.
+
+    Attributes:
+        phase: how far the start is, before the engine is there.
+        failure: why the server must end; None while all is well.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self.metrics = Metrics(settings.model_name)
+        self.metrics.follow(self._report)
+        self.phase: Phase | None = None
+        self.failure: Exception | None = None
+        self._engine: AsyncEngine | None = None
+        self._tokens: TokenText | None = None
+
+    def serve(self, engine: AsyncEngine) -> None:
+        """Take requests from now on."""
+        self._tokens = TokenText(engine.tokenizer)
+        self._engine = engine
+
+    @property
+    def alive(self) -> bool:
+        """Nothing has failed: the engine runs, or is still starting."""
+        return self._engine is None or self._engine.dead is None
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """The engine, serving.
+
+        Raises:
+            ApiError: 503, it is not ready yet, or dead.
+        """
+        if self._engine is None:
+            phase = self.phase
+            where = "" if phase is None else f": {phase.name}, {phase.done} of {phase.total}"
+            raise unavailable(f"the engine is starting{where}", "starting")
+        if self._engine.dead is not None:
+            raise unavailable(self._engine.dead, "engine_dead")
+        return self._engine
+
+    @property
+    def tokens(self) -> TokenText:
+        assert self._tokens is not None, "there is no engine yet"
+        return self._tokens
+
+    def check_model(self, name: str | None) -> None:
+        """ApiError 404 if the request is meant for another model."""
+        if name is not None and name != self.settings.model_name:
+            message = f"the model {shown(name)} is not served here; this is {self.settings.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def check_sequences(self, prompts: int, n: int | None) -> None:
+        """RequestError if one request would start too many sequences."""
+        count, limit = prompts * (n or 1), self.settings.max_sequences
+        if count > limit:
+            raise RequestError(
+                f"prompt: {prompts} prompts times n {n or 1} are {count} sequences, the limit is {limit} "
+                f"(max_sequences)"
+            )
+
+    async def run(self, batch: Sequence[ProcessedPrompt]) -> AsyncGenerator[Delta, None]:
+        """Run prompts, observed; closing it aborts them."""
+        clocks = {
+            (index, completion): RequestClock(self.metrics, prompt_tokens=len(prompt.token_ids))
+            for index, prompt in enumerate(batch)
+            for completion in range(len(prompt.requests))
+        }
+        try:
+            async with aclosing(self.engine.stream(batch)) as deltas:
+                async for delta in deltas:
+                    place = (delta.prompt_index, delta.completion_index)
+                    clocks[place].token(delta.finish_reason)
+                    if delta.finish_reason is not None:
+                        del clocks[place]
+                    yield delta
+        finally:
+            for clock in clocks.values():
+                clock.dropped()
+
+    def _report(self) -> tuple[Ready, EngineState] | None:
+        return None if self._engine is None else (self._engine.ready, self._engine.state)
+
+
+def sampling_params(
+    body: SamplingFields, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+) -> SamplingParams:
+    """A body's fields as the engine's parameters.
+
+    Raises:
+        RequestError: naming the field, its value and the allowed range.
+    """
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options is given, which needs stream to be true")
+    given: dict[str, Any] = {name: getattr(body, name) for name in TAKEN_AS_THEY_ARE if getattr(body, name) is not None}
+    if body.logit_bias is not None:
+        given["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
+    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **given)
+
+
+def _token_id(key: str) -> int:
+    """JSON's keys are text, token ids are not."""
+    if not (key.isascii() and key.isdigit() and len(key) <= 18):
+        raise RequestError(f"logit_bias holds {shown(key)}, which is not a token id")
+    return int(key)
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    """Token counts of a request, as OpenAI's ``usage``."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
