@@ -130,9 +130,7 @@ class Step:
         plan = plan_ring(positions, [1] * rows, list(range(1, rows + 1)), window=4, ring_length=3)
         self.plan = plan.moved([tensor.cuda() for tensor in plan.tensors])
         self.own_rows = torch.arange(rows, device="cuda")
-        usual = select_plan(shape.table // shape.kpool, shape.topk // shape.kpool, ticket=True)
-        assert usual is not None
-        self.tickets = torch.zeros(rows, dtype=torch.int32, device="cuda") if usual.ticket else None
+        self.tickets = torch.zeros(rows, dtype=torch.int32, device="cuda")
         # As if each row completed a pool in its first page.
         self.places = [self.tables[i, :, 0] * shape.per_block for i in range(copies)]
         width = shape.topk + shape.kpool - 1
@@ -205,30 +203,28 @@ def best_of(variants: Iterable[Any], run: Callable[[Any], float], *, until: floa
     return sorted(found, key=lambda pair: pair[0])
 
 
-def score_variants(rows: int, entries: int) -> list[ScorePlan]:
+def score_variants(shape: Shape) -> list[ScorePlan]:
     """The table's choice first."""
-    made = [score_plan(rows, entries)]
-    tiles = [(block, load, 4, 3) for block, load in product((32, 64, 128), (2, 4, 8))]
-    for block, load, warps, stages in [*tiles, (64, 4, 4, 2), (64, 4, 8, 3)]:
+    rows, entries = shape.rows, shape.table // shape.kpool
+    made = [score_plan(rows, entries, shape.heads)]
+    tiles = [(block, load, 4, 3) for block, load in product((64, 128), (2, 4, 8, 16))]
+    for block, load, warps, stages in [*tiles, (64, 4, 4, 2), (128, 8, 4, 2), (128, 4, 8, 3)]:
         splits = max(1, min(-(-entries // block), -(-load * 132 // rows)))
         made.append(ScorePlan(block, splits, warps, stages))
     return list(dict.fromkeys(made))
 
 
-def select_variants(entries: int, picks: int, *, ticket: bool) -> list[SelectPlan]:
+def select_variants(entries: int, picks: int, *, rows: int) -> list[SelectPlan]:
     """The table's choice first."""
-    usual = select_plan(entries, picks, ticket=ticket)
+    usual = select_plan(entries, picks, rows=rows)
     assert usual is not None
-    made = [usual] + [replace(usual, warps=warps) for warps in (4, 8, 16, 32) if 2 <= usual.chunk // 32 // warps <= 32]
-    if usual.chunks > 1:
-        made.insert(1, replace(usual, ticket=not ticket))
-        for chunk in (4096, 8192, 16384, 32768):
-            chunks = -(-entries // chunk)
-            merge = 1 << (chunks * picks - 1).bit_length()
-            if picks < chunk and chunks > 1 and merge <= 32768:
-                warps, last = (min(max(block // 512, 8), 32) for block in (chunk, merge))
-                sizes = {"chunk": chunk, "chunks": chunks, "merge": merge, "merge_warps": last}
-                made.append(replace(usual, warps=max(warps, last) if ticket else warps, **sizes))
+    widest = max(usual.small, usual.merge)
+    made = [usual] + [replace(usual, warps=w) for w in (1, 2, 4, 8, 16, 32) if 2 <= widest // 32 // w <= 64]
+    if usual.merge:
+        made += [replace(usual, tile=tile) for tile in (2048, 8192)]
+        made += [replace(usual, sample=sample) for sample in (1024, 4096)]
+        shares = [replace(usual, splits=splits) for splits in (1, 2, 4, 8, 16, 32) if splits <= entries // 2048]
+        made += shares + [replace(plan, warps=2 * usual.warps) for plan in shares]
     return list(dict.fromkeys(made))
 
 
@@ -240,10 +236,10 @@ def check_shape(shape: Shape) -> None:
     named: dict[str, Any] = {"token_rows": step.own_rows, "block_size": BLOCK, "out": want_rows, "counts": want_counts}
     map_torch.logical_to_physical(want, step.tables[0], **named)
     entries, picks = shape.table // shape.kpool, shape.topk // shape.kpool
-    scorings, selectings = score_variants(shape.rows, entries), select_variants(entries, picks, ticket=True)
+    scorings, selectings = score_variants(shape), select_variants(entries, picks, rows=shape.rows)
     pairs = [(scoring, selectings[0], False) for scoring in scorings]
     pairs += [(scorings[0], selecting, False) for selecting in selectings]
-    pairs += [(scorings[0], selectings[0], True), (scorings[0], replace(selectings[0], ticket=False), True)]
+    pairs += [(scorings[0], selectings[0], True)]
     pairs += [(replace(scorings[0], pdl=True), replace(selectings[0], pdl=True), fused) for fused in (False, True)]
     for scoring, selecting, fused in pairs:
         for tensor in (step.out, step.rows, step.counts):
@@ -270,7 +266,7 @@ def check_shape(shape: Shape) -> None:
 def measure_shape(shape: Shape, until: float) -> dict[str, Any]:
     """Each stage's sweep, then the whole: map behind, in the top-k, on a side stream, none at all, with PDL."""
     entries, picks = shape.table // shape.kpool, shape.topk // shape.kpool
-    scorings, selectings = score_variants(shape.rows, entries), select_variants(entries, picks, ticket=True)
+    scorings, selectings = score_variants(shape), select_variants(entries, picks, rows=shape.rows)
     step, copies = Step(shape, copies=shape.copies, exact=False), shape.copies
     scored = [step.score(i, scorings[0]) for i in range(min(copies, 4))]
 
@@ -322,7 +318,7 @@ def check_topk(rows: int, size: int, k: int) -> None:
     for data, lens in product((scores, rough, torch.zeros_like(rough)), (valid, valid - 5)):
         want = topk_torch.topk_ascending(data, lens, k)
         assert torch.equal(topk_ascending(data, lens, k), want), f"top {k} of {rows} x {size}"
-        for plan in select_variants(size, k, ticket=False):
+        for plan in select_variants(size, k, rows=rows):
             select_rows(data, lens, out, picks=k, kpool=1, per_block=1, plan=plan, tickets=tickets)
             assert torch.equal(out, want), f"top {k} of {rows} x {size} by {plan}"
 
@@ -336,7 +332,7 @@ def measure_topk(rows: int, size: int, k: int, bar: float | None, until: float) 
     def pick(i: int, plan: SelectPlan) -> None:
         select_rows(scores[i], valid, out, picks=k, kpool=1, per_block=1, plan=plan, tickets=tickets)
 
-    variants = select_variants(size, k, ticket=False)
+    variants = select_variants(size, k, rows=rows)
     sweep = best_of(variants, lambda v: timed(lambda i: pick(i, v), copies), until=until)
     whole = {"table": timed(lambda i: topk_ascending(scores[i], valid, k), copies), "best": sweep[0][0]}
     floor = rows * size * 4 / BYTES_PER_US

@@ -100,3 +100,24 @@ def _select_topk_decode(
                 q, weights, keys, block_table=block_table, topk=topk, kpool=kpool, **others
             )
     return decode.select_topk_decode(q, weights, keys, block_table=block_table, topk=topk, kpool=kpool, **others)
+
+
+@select_topk.register("cuda")
+def _select_topk(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    *,
+    block_table: torch.Tensor,
+    topk: int,
+    kpool: int,
+    **others: Any,
+) -> None:
+    if q.is_cuda:
+        from sidestream.ops.indexer import triton_prefill
+
+        if triton_prefill.takes(q, weights, keys, block_table, topk // kpool):
+            return triton_prefill.select_topk(
+                q, weights, keys, block_table=block_table, topk=topk, kpool=kpool, **others
+            )
+    return torch_impl.select_topk(q, weights, keys, block_table=block_table, topk=topk, kpool=kpool, **others)

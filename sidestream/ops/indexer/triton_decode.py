@@ -39,11 +39,11 @@ class ScorePlan:
     pdl: bool = False
 
 
-def score_plan(rows: int, entries: int) -> ScorePlan:
-    """For ``rows`` padded rows of at most ``entries``: about four programs a multiprocessor of an H200 (132)."""
-    block = 64
-    splits = max(1, min(triton.cdiv(entries, block), triton.cdiv(4 * 132, rows)))
-    return ScorePlan(block=block, splits=splits, warps=4, stages=3)
+def score_plan(rows: int, entries: int, heads: int) -> ScorePlan:
+    """For ``rows`` padded rows of at most ``entries``: as a sweep on an H200 of 132 multiprocessors found."""
+    block, load, stages = (64, 4, 2) if heads <= 32 else (128, 8, 3)
+    splits = max(1, min(triton.cdiv(entries, block), triton.cdiv(load * 132, rows)))
+    return ScorePlan(block=block, splits=splits, warps=4, stages=stages)
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def _pages(table, tile, capacity, table_col, PER_BLOCK: tl.constexpr, BLOCK: tl.
     return tl.load(table + (entry // PER_BLOCK) * table_col, mask=entry < capacity, other=0)
 
 
-@triton.jit(do_not_specialize=["capacity", "picks", "splits"])
+@triton.jit(do_not_specialize=["table_row", "capacity", "picks", "splits"])
 def _scores_kernel(
     q, weights, keys, table, lens, scores, tickets,
     q_row, q_head, q_dim, weights_row, weights_head, key_block, key_entry, key_dim, table_row, table_col, lens_stride,
@@ -93,7 +93,7 @@ def _scores_kernel(
     if valid > picks:
         head, dims = tl.arange(0, HEADS), tl.arange(0, DIM)
         query = tl.load(q + row * q_row + head[None, :] * q_head + dims[:, None] * q_dim)
-        weight = tl.load(weights + row * weights_row + head * weights_head)
+        weight = tl.load(weights + row * weights_row + head * weights_head).to(tl.float32)
         if FP32:
             query = query.to(tl.float32)
         table += row * table_row
@@ -122,12 +122,12 @@ def takes(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, table: tor
     return (
         q.dtype is torch.bfloat16
         and keys.dtype is torch.bfloat16
-        and weights.dtype is torch.float32
+        and weights.dtype in (torch.float32, torch.bfloat16)
         and heads in (16, 32, 64, 128)
         and dim in (32, 64, 128)
         and picks > 0
         and entries > 0
-        and select_plan(entries, picks, ticket=True) is not None
+        and select_plan(entries, picks, rows=q.shape[0]) is not None
     )
 
 
@@ -196,11 +196,11 @@ def select_topk_decode(
         return
     per_block, picks = keys.shape[1], topk // kpool
     entries = block_table.shape[1] * per_block
-    selecting = selecting if selecting is not None else select_plan(entries, picks, ticket=True)
+    selecting = selecting if selecting is not None else select_plan(entries, picks, rows=rows)
     assert selecting is not None, f"{picks} of {entries} entries fit no program"
     scores, tickets = torch.empty(rows, entries, dtype=torch.float32, device=q.device), None
     if entries > picks:
-        tickets = torch.empty(rows, dtype=torch.int32, device=q.device) if selecting.ticket else None
+        tickets = torch.empty(rows, dtype=torch.int32, device=q.device) if selecting.splits > 1 else None
         scores = paged_scores(
             q,
             weights,
@@ -210,7 +210,7 @@ def select_topk_decode(
             picks=picks,
             kpool=kpool,
             tickets=tickets,
-            plan=scoring if scoring is not None else score_plan(rows, entries),
+            plan=scoring if scoring is not None else score_plan(rows, entries, q.shape[1]),
         )
     select_rows(
         scores,

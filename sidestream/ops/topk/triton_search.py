@@ -70,3 +70,45 @@ def places_of_best(keys, seen, valid, picks):
     over_rank, band_rank = ranks & 0xFFFF, (ranks >> 16) & 0xFFFF
     chosen = over | (band & (band_rank <= needed))
     return chosen, over_rank + tl.minimum(band_rank, needed) - 1
+
+
+@triton.jit
+def key_of_sample(scores, scores_col, valid, picks, SAMPLE: tl.constexpr):
+    """A key that, by a sample of the row, somewhat more than ``picks`` entries reach.
+
+    The number of the ``picks`` best in a sample of SAMPLE has mean m = picks * SAMPLE / valid and at most the deviation
+    sqrt(m). The key is reached by 5 sqrt(m) + 2 more of the sample than m, so fewer than ``picks`` of the row reach it
+    about once in three million rows, and by a third more than that at most, unless equal scores forbid it.
+
+    Args:
+        scores: the row; ``scores_col`` its stride.
+        valid: at least SAMPLE or a sample with repeats.
+        picks: 1 to ``valid``.
+    """
+    step = tl.arange(0, SAMPLE).to(tl.int64)
+    # One entry of each of SAMPLE equal parts, at a place in it that has no period.
+    part = valid // SAMPLE
+    place = step * valid // SAMPLE + (((step * 40503) & 0xFFFF) * part >> 16)
+    keys = ordered_keys(tl.load(scores + place * scores_col))
+    mean = picks * (SAMPLE * 1.0) / valid
+    least = (mean + 5.0 * tl.sqrt(mean) + 2.0).to(tl.int32)
+    most = least + least // 3
+    low = tl.min(keys, axis=0).to(tl.int64)
+    high = tl.max(keys, axis=0).to(tl.int64) + 1
+    count = least * 0 + SAMPLE
+    while (high - low > 1) & (count > most):
+        width = high - low
+        third = low + ((width * 21845) >> 16)
+        two_thirds = low + ((width * 43691) >> 16)
+        at_third = (keys >= third.to(tl.int32)).to(tl.int32)
+        at_two = (keys >= two_thirds.to(tl.int32)).to(tl.int32)
+        both = tl.sum(at_third + (at_two << 16), axis=0)
+        lower, upper = both & 0xFFFF, (both >> 16) & 0xFFFF
+        if upper >= least:
+            low = two_thirds
+            count = upper
+        else:
+            high = tl.where(lower >= least, two_thirds, third)
+            count = tl.where((lower >= least) & (third > low), lower, count)
+            low = tl.where(lower >= least, third, low)
+    return low.to(tl.int32)

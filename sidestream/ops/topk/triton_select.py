@@ -1,16 +1,17 @@
-"""Triton top-k of score rows: short rows in one program each, long ones in chunks whose winners are merged.
+"""Triton top-k of score rows: short rows in one program's registers, long ones filtered by a threshold first.
 
-A chunk keeps its own best ``picks`` in index order. Since ties go to the lowest index, the order of entries is total,
-and the best of all chunks' winners are the best of the row. The chunk that finishes last merges them (``ticket``), or a
-second launch does. Programs beyond a row's true length leave at once, so that a graph captured for the longest row
-costs what is there.
+A long row is sampled at places spread over it. Where the sample says that a few more entries than are picked reach a
+key, all that reach it are kept, in index order, by one or several programs, and the one that finishes last picks the
+best among them exactly. The sample decides only what is looked at: should fewer entries than are picked reach the key,
+or more than are held at once, that program goes through the whole row instead, keeping the best so far. Programs
+beyond a row's true length leave at once, so that a graph captured for the longest row costs what is there.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -19,10 +20,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.ops.topk import torch_impl
-from sidestream.ops.topk.triton_search import LOWEST, ordered_keys, places_of_best
+from sidestream.ops.topk.triton_search import LOWEST, key_of_sample, ordered_keys, places_of_best
 
 MAX_BLOCK = 1 << 15
 """Entries that one program can hold: 32 registers of a thread, and counts that fit 16 bits."""
+MAX_SPLITS = 32
+_ENOUGH_PROGRAMS = 2 * 132
+"""Of an H200: two a multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,47 +34,49 @@ class SelectPlan:
     """Launch parameters of one selection. All results are the same under every plan.
 
     Attributes:
-        chunk: entries a program takes, a power of two.
-        small: rows of at most this many entries are held in a block of this size, the same or smaller.
-        chunks: programs a row.
-        merge: block that holds all chunks' winners; 0 with one chunk.
-        warps, merge_warps: of the chunks' programs and, in a launch of its own, the merging one.
-        ticket: the last chunk of a row merges, instead of a second launch.
+        small: rows of at most this many entries are held whole, a power of two.
+        merge: entries that are picked from at once in longer rows, a power of two larger than the picks; 0 if no row is
+            longer than ``small``.
+        tile: entries that a program filters at a time, a power of two.
+        sample: entries that the threshold is estimated from, a power of two.
+        splits: programs a row, at most 32.
         pdl: launch while the kernel before still runs (programmatic dependent launch), and wait for it there.
     """
 
-    chunk: int
     small: int
-    chunks: int
     merge: int
+    tile: int
+    sample: int
+    splits: int
     warps: int
-    merge_warps: int
-    ticket: bool
     pdl: bool = False
 
 
-@lru_cache(maxsize=256)
-def select_plan(entries: int, picks: int, *, ticket: bool) -> SelectPlan | None:
-    """For rows of at most ``entries`` scores; None if winners of that many would not fit one program."""
-    if entries <= 4096:
-        block = max(triton.next_power_of_2(entries), 64)
-        return SelectPlan(block, block, 1, 0, _warps(block), 0, ticket=False)
-    small = 2048 if picks <= 1024 else 8192  # what contexts of 8k tokens take
-    for chunk in (8192, 16384, 32768) if picks <= 1024 else (16384, 32768):
-        chunks = triton.cdiv(entries, chunk)
-        if chunks == 1:
-            block = triton.next_power_of_2(entries)
-            return SelectPlan(block, min(small, block), 1, 0, _warps(block), 0, ticket=False)
-        merge = max(triton.next_power_of_2(chunks * min(picks, chunk)), 64)
-        if merge <= MAX_BLOCK and picks < chunk:
-            warps = max(_warps(chunk), _warps(merge)) if ticket else _warps(chunk)
-            return SelectPlan(chunk, small, chunks, merge, warps, _warps(merge), ticket=ticket)
-    return None
+@lru_cache(maxsize=1024)
+def select_plan(entries: int, picks: int, *, rows: int) -> SelectPlan | None:
+    """For ``rows`` rows of at most ``entries`` scores; None if so many picks would fit no program.
+
+    What a kernel is compiled for follows from ``picks`` alone once rows are longer than ``small``.
+    """
+    merge = whole_block(picks)
+    small = max(triton.next_power_of_2(min(entries, merge, MAX_BLOCK)), 64)
+    if entries <= small:
+        return SelectPlan(small, 0, 0, 0, 1, _warps(small))
+    if merge > MAX_BLOCK:
+        return None
+    tile = 4096
+    splits = max(1, min(triton.cdiv(entries, tile), triton.cdiv(_ENOUGH_PROGRAMS, rows), MAX_SPLITS))
+    return SelectPlan(small, merge, tile, 2048, splits, max(_warps(merge), 8))
+
+
+def whole_block(picks: int) -> int:
+    """Entries that are held at once for so many picks: what four times as many take, contexts of 8k tokens."""
+    return max(2048, 1 << (4 * picks - 1).bit_length())
 
 
 def _warps(block: int) -> int:
-    """16 entries a thread in at most 32 warps; short rows, whose time is the latency of reductions, 8 or more."""
-    return min(max(block // 512, min(block // 256, 8), 4), 32)
+    """16 entries a thread up to 4 warps, 32 from 8 warps on: what is waited for is the latency of reductions."""
+    return min(max(block // 1024, min(block // 512, 4), 1), 32)
 
 
 @triton.jit
@@ -133,53 +139,55 @@ def _load_block(scores, count, scores_col, BLOCK: tl.constexpr, ALIGNED: tl.cons
 
 
 @triton.jit
-def _keys_of(raw, valid, BLOCK: tl.constexpr):
-    """Keys of a block of scores, of which ``valid`` are seen."""
-    step = tl.arange(0, BLOCK)
-    seen = step < valid
-    return tl.where(seen, ordered_keys(raw), LOWEST), seen, step
+def _filter(
+    scores, scores_col, held_keys, held_entries, first, last, threshold, HELD: tl.constexpr, TILE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Store the first HELD of entries ``first`` to ``last`` that reach the threshold; returns how many there are."""
+    found = first * 0
+    while first < last:
+        here = tl.minimum(last - first, TILE)
+        raw = _load_block(scores + first.to(tl.int64) * scores_col, here, scores_col, TILE, ALIGNED)
+        keys, step = ordered_keys(raw), tl.arange(0, TILE)
+        reaches = (keys >= threshold) & (step < here)
+        place = found + tl.cumsum(reaches.to(tl.int32), axis=0) - 1
+        kept = reaches & (place < HELD)
+        tl.store(held_keys + place, keys, mask=kept)
+        tl.store(held_entries + place, first + step, mask=kept)
+        found += tl.sum(reaches.to(tl.int32), axis=0)
+        first += TILE
+    return found
 
 
 @triton.jit
-def _whole(
-    raw, row, valid, picks, to,
-    KPOOL: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr, MAP: tl.constexpr,
-):  # fmt: skip
-    """Select from a row that fits one block."""
-    keys, seen, entries = _keys_of(raw, valid, BLOCK)
-    chosen, places = places_of_best(keys, seen, valid, picks)
-    _emit(chosen, places, entries, row, to, KPOOL, PER_BLOCK, MAP)
+def _dense(founds, splits, MERGE: tl.constexpr, HELD: tl.constexpr, SPLITS: tl.constexpr):
+    """Where the first MERGE entries of all programs' lists lie, and how many there are in all.
 
-
-@triton.jit
-def _merge(
-    held_keys, held_entries, row, valid, picks, to,
-    HELD: tl.constexpr, KPOOL: tl.constexpr, PER_BLOCK: tl.constexpr, CHUNK: tl.constexpr, MERGE: tl.constexpr,
-    MAP: tl.constexpr,
-):  # fmt: skip
-    """Select from the winners of a row's chunks, which lie densely in index order."""
-    full = (valid - 1) // CHUNK
-    total = full * picks + tl.minimum(picks, valid - full * CHUNK)
+    Other programs wrote the counts while this one ran: they must not come from this multiprocessor's own cache.
+    """
     place = tl.arange(0, MERGE)
-    seen = place < total
-    # Other programs wrote these while this one ran: they must not come from this multiprocessor's own cache.
-    wanted = total
-    if HELD % 16 == 0:
-        wanted = (total + 15) // 16 * 16  # vectors
-    keys = tl.load(held_keys + row * HELD + place, mask=place < wanted, other=LOWEST, cache_modifier=".cg")
-    keys = tl.where(seen, keys, LOWEST)
-    chosen, places = places_of_best(keys, seen, total, picks)
-    entries = tl.load(held_entries + row * HELD + place, mask=chosen, other=0, cache_modifier=".cg")
-    _emit(chosen, places, entries, row, to, KPOOL, PER_BLOCK, MAP)
+    if SPLITS == 1:
+        return place, tl.load(founds)
+    lane = tl.arange(0, SPLITS)
+    count = tl.load(founds + lane, mask=lane < splits, other=0, cache_modifier=".cg")
+    ends = tl.cumsum(count, axis=0)
+    total = tl.sum(count, axis=0)
+    # The list of a place is the number of lists that end at or before it: a binary search.
+    which = place * 0
+    for shift in tl.static_range(1, 6):
+        behind = place >= tl.gather(ends, which + (SPLITS >> shift) - 1, 0)
+        which += tl.where(behind, SPLITS >> shift, 0)
+    start = tl.gather(ends - count, which, 0)
+    return which * HELD + place - start, total
 
 
-@triton.jit(do_not_specialize=["capacity", "picks"])
+@triton.jit(do_not_specialize=["capacity", "picks", "splits", "table_row"])
 def _select_kernel(
-    scores, lens, out, held_keys, held_entries, tickets, table, physical, counts,
+    scores, lens, out, held_keys, held_entries, founds, tickets, table, physical, counts,
     scores_row, scores_col, lens_stride, out_row, out_col, table_row, table_col, rows_row, rows_col, counts_stride,
-    capacity, picks,
-    HELD: tl.constexpr, KPOOL: tl.constexpr, PER_BLOCK: tl.constexpr, TAIL: tl.constexpr, CHUNK: tl.constexpr,
-    SMALL: tl.constexpr, MERGE: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, TICKET: tl.constexpr,
+    capacity, picks, splits,
+    KPOOL: tl.constexpr, PER_BLOCK: tl.constexpr, TAIL: tl.constexpr, SMALL: tl.constexpr, MERGE: tl.constexpr,
+    TILE: tl.constexpr, SAMPLE: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
     MAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -187,17 +195,16 @@ def _select_kernel(
         gdc_launch_dependents()
     to = (out, table, physical, out_row, out_col, table_row, table_col, rows_row, rows_col)
     row = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
+    split = tl.program_id(1)
     # Asked for together with the length, and dropped if that is another: most rows are waited for once, not twice.
     scores += row * scores_row
-    early = _load_block(scores, tl.where(chunk == 0, capacity, 0), scores_col, SMALL, ALIGNED)
+    early = _load_block(scores, tl.where(split == 0, capacity, 0), scores_col, SMALL, ALIGNED)
     length = tl.load(lens + row * lens_stride)
     if KPOOL == 1:
         length = tl.minimum(length, capacity)
     length = length.to(tl.int32)
     valid = length // KPOOL
-    first = chunk * CHUNK
-    if chunk == 0:
+    if split == 0:
         if valid <= picks:
             _everything(row, length, to, KPOOL, PER_BLOCK, WIDTH, MAP)
         else:
@@ -205,48 +212,80 @@ def _select_kernel(
                 _unfinished(row, length, picks, to, KPOOL, PER_BLOCK, TAIL, MAP)
         if MAP:
             tl.store(counts + row * counts_stride, tl.minimum(length, picks * KPOOL + length % KPOOL))
-    if (valid > picks) & (first < valid):
+    if valid > picks:
         if valid <= SMALL:
-            _whole(early, row, valid, picks, to, KPOOL, PER_BLOCK, SMALL, MAP)
-        elif SMALL < CHUNK and valid <= CHUNK:
-            raw = _load_block(scores, valid, scores_col, CHUNK, ALIGNED)
-            _whole(raw, row, valid, picks, to, KPOOL, PER_BLOCK, CHUNK, MAP)
+            if split == 0:
+                entries = tl.arange(0, SMALL)
+                seen = entries < valid
+                keys = tl.where(seen, ordered_keys(early), LOWEST)
+                chosen, places = places_of_best(keys, seen, valid, picks)
+                _emit(chosen, places, entries, row, to, KPOOL, PER_BLOCK, MAP)
         elif MERGE > 0:
-            here = tl.minimum(valid - first, CHUNK)
-            begin = scores + first.to(tl.int64) * scores_col
-            raw = _load_block(begin, here, scores_col, CHUNK, ALIGNED)
-            keys, seen, entries = _keys_of(raw, here, CHUNK)
-            chosen, places = places_of_best(keys, seen, here, tl.minimum(picks, here))
-            slot = row * HELD + chunk * picks + places
-            tl.store(held_keys + slot, keys, mask=chosen)
-            tl.store(held_entries + slot, first + entries, mask=chosen)
-            if TICKET:
-                # Every thread's stores come before this program's ticket, and the last ticket before all loads.
+            # Rows of programs that have nothing to filter still count themselves.
+            share = ((valid + TILE - 1) // TILE + splits - 1) // splits * TILE
+            first = tl.minimum(split * share, valid)
+            threshold = key_of_sample(scores, scores_col, valid, picks, SAMPLE)
+            list_ = row * splits + split
+            found = _filter(
+                scores, scores_col, held_keys + list_ * MERGE, held_entries + list_ * MERGE,
+                first, tl.minimum(first + share, valid), threshold, MERGE, TILE, ALIGNED,
+            )  # fmt: skip
+            tl.store(founds + list_, found)
+            # Every thread's stores come before this program's ticket, and the last ticket before all loads.
+            tl.debug_barrier()
+            last = True
+            if SPLITS > 1:
+                last = tl.atomic_add(tickets + row, 1, sem="acq_rel", scope="gpu") == splits - 1
                 tl.debug_barrier()
-                before = tl.atomic_add(tickets + row, 1, sem="acq_rel", scope="gpu")
-                tl.debug_barrier()
-                if before == (valid - 1) // CHUNK:
+            if last:
+                if SPLITS > 1:
                     tl.store(tickets + row, 0)
-                    _merge(held_keys, held_entries, row, valid, picks, to, HELD, KPOOL, PER_BLOCK, CHUNK, MERGE, MAP)
+                begin = row * splits
+                _pick(
+                    scores, scores_col, held_keys + begin * MERGE, held_entries + begin * MERGE, founds + begin,
+                    row, valid, picks, splits, to, KPOOL, PER_BLOCK, MERGE, SPLITS, MAP,
+                )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["capacity", "picks"])
-def _merge_kernel(
-    lens, out, held_keys, held_entries, table, physical,
-    lens_stride, out_row, out_col, table_row, table_col, rows_row, rows_col, capacity, picks,
-    HELD: tl.constexpr, KPOOL: tl.constexpr, PER_BLOCK: tl.constexpr, CHUNK: tl.constexpr, MERGE: tl.constexpr,
-    MAP: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def _pick(
+    scores, scores_col, held_keys, held_entries, founds, row, valid, picks, splits, to,
+    KPOOL: tl.constexpr, PER_BLOCK: tl.constexpr, MERGE: tl.constexpr, SPLITS: tl.constexpr, MAP: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    to = (out, table, physical, out_row, out_col, table_row, table_col, rows_row, rows_col)
-    row = tl.program_id(0).to(tl.int64)
-    valid = (tl.load(lens + row * lens_stride) // KPOOL).to(tl.int32)
-    if KPOOL == 1:
-        valid = tl.minimum(valid, capacity)
-    if (valid > picks) & (valid > CHUNK):
-        _merge(held_keys, held_entries, row, valid, picks, to, HELD, KPOOL, PER_BLOCK, CHUNK, MERGE, MAP)
+    """Select from a row's filtered entries, or from the whole row if these are too few or too many."""
+    step = tl.arange(0, MERGE)
+    where, total = _dense(founds, splits, MERGE, MERGE, SPLITS)
+    if (total >= picks) & (total <= MERGE):
+        seen = step < total
+        keys = tl.load(held_keys + where, mask=seen, other=LOWEST, cache_modifier=".cg")
+        entries = tl.load(held_entries + where, mask=seen, other=0, cache_modifier=".cg")
+        chosen, places = places_of_best(keys, seen, total, picks)
+        _emit(chosen, places, entries, row, to, KPOOL, PER_BLOCK, MAP)
+    else:
+        # The best so far lie in front of the next entries, whose indices are higher, so index order is kept.
+        kept = total * 0
+        begin = total * 0
+        while begin < valid:
+            old = step < kept
+            entries = begin + step - kept
+            seen = old | (entries < valid)
+            raw = tl.load(scores + entries.to(tl.int64) * scores_col, mask=seen & (entries >= begin), other=0.0)
+            keys = tl.where(entries >= begin, ordered_keys(raw), LOWEST)
+            keys = tl.where(old, tl.load(held_keys + step, mask=old, other=0, cache_modifier=".cg"), keys)
+            keys = tl.where(seen, keys, LOWEST)
+            entries = tl.where(old, tl.load(held_entries + step, mask=old, other=0, cache_modifier=".cg"), entries)
+            here = kept + tl.minimum(MERGE - kept, valid - begin)
+            best = tl.minimum(picks, here)
+            chosen, places = places_of_best(keys, seen, here, best)
+            begin += MERGE - kept
+            kept = best
+            tl.debug_barrier()
+            if begin < valid:
+                tl.store(held_keys + places, keys, mask=chosen)
+                tl.store(held_entries + places, entries, mask=chosen)
+            else:
+                _emit(chosen, places, entries, row, to, KPOOL, PER_BLOCK, MAP)
+            tl.debug_barrier()
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,41 +317,36 @@ def select_rows(
         lens: [T] int64 tokens a row sees; at token granularity at most N count.
         out: [T, picks * kpool + kpool - 1] int32, all written.
         per_block: entries a block; matters with ``physical`` only.
-        tickets: [T] int32, zero before and after, for a plan with ``ticket``; without them a second launch merges.
+        tickets: [T] int32, zero before and after, for a plan of several programs a row; made here if missing.
     """
     rows = scores.shape[0]
     if rows == 0 or out.shape[1] == 0:
         return
-    held = plan.chunks * picks
+    held_keys = held_entries = founds = lens
     if plan.merge:
-        held_keys, held_entries = torch.empty(2, rows, held, dtype=torch.int32, device=scores.device).unbind(0)
-    else:
-        held_keys = held_entries = lens
-    if tickets is None:
-        plan = replace(plan, ticket=False) if plan.ticket else plan
-        tickets = held_keys
+        assert plan.merge > picks, f"{picks} picks of {plan.merge} entries at once"
+        made = torch.empty(2 * plan.merge + 1, rows * plan.splits, dtype=torch.int32, device=scores.device)
+        held_keys, held_entries, founds = made[: plan.merge], made[plan.merge : -1], made[-1]
+    if plan.splits == 1:
+        tickets = founds
+    elif tickets is None:
+        tickets = torch.zeros(rows, dtype=torch.int32, device=scores.device)
     where = physical if physical is not None else PhysicalRows(lens[:, None], lens[:, None], lens)
     table, found = where.block_table, where.rows
-    strides = (*out.stride(), *table.stride(), *found.stride())
-    modes = {"KPOOL": kpool, "PER_BLOCK": per_block, "CHUNK": plan.chunk, "MERGE": plan.merge}
-    modes |= {"HELD": held, "MAP": physical is not None, "PDL": plan.pdl, "launch_pdl": plan.pdl}
-    _select_kernel[rows, plan.chunks](
-        scores, lens, out, held_keys, held_entries, tickets, table, found, where.counts,
-        *scores.stride(), lens.stride(0), *strides, where.counts.stride(0), scores.shape[1], picks,
-        TAIL=triton.next_power_of_2(kpool), SMALL=plan.small, WIDTH=out.shape[1],
-        ALIGNED=scores.shape[1] % 16 == 0, TICKET=plan.ticket, num_warps=plan.warps, **modes,
+    _select_kernel[rows, plan.splits](
+        scores, lens, out, held_keys, held_entries, founds, tickets, table, found, where.counts,
+        *scores.stride(), lens.stride(0), *out.stride(), *table.stride(), *found.stride(), where.counts.stride(0),
+        scores.shape[1], picks, plan.splits, KPOOL=kpool, PER_BLOCK=per_block, TAIL=triton.next_power_of_2(kpool),
+        SMALL=plan.small, MERGE=plan.merge, TILE=plan.tile, SAMPLE=plan.sample,
+        SPLITS=1 if plan.splits == 1 else MAX_SPLITS, WIDTH=out.shape[1], ALIGNED=scores.shape[1] % 16 == 0,
+        MAP=physical is not None, PDL=plan.pdl, launch_pdl=plan.pdl, num_warps=plan.warps,
     )  # fmt: skip
-    if plan.merge and not plan.ticket:
-        _merge_kernel[(rows,)](
-            lens, out, held_keys, held_entries, table, found,
-            lens.stride(0), *strides, scores.shape[1], picks, num_warps=plan.merge_warps, **modes,
-        )  # fmt: skip
 
 
 def topk_ascending(scores: torch.Tensor, valid: torch.Tensor, k: int) -> torch.Tensor:
-    """As ``torch_impl.topk_ascending``, which also takes over where winners of so long rows fit no program."""
+    """As ``torch_impl.topk_ascending``, which also takes over where so many picks fit no program."""
     rows, size = scores.shape
-    plan = select_plan(size, k, ticket=False) if k and size and rows else None
+    plan = select_plan(size, k, rows=rows) if k and size and rows else None
     if plan is None or scores.dtype is not torch.float32:
         return torch_impl.topk_ascending(scores, valid, k)
     out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)

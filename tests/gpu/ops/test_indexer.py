@@ -13,8 +13,19 @@ import pytest
 import torch
 
 from sidestream.core.ring import plan_ring
+from sidestream.core.segment import Segment
 from sidestream.ops.index_map import torch_impl as map_torch
-from sidestream.ops.indexer import decode, reference, select_topk_decode, triton_decode, write_keys, write_pools
+from sidestream.ops.indexer import (
+    decode,
+    reference,
+    select_topk,
+    select_topk_decode,
+    torch_impl,
+    triton_decode,
+    triton_prefill,
+    write_keys,
+    write_pools,
+)
 from sidestream.ops.topk.triton_select import PhysicalRows, select_plan
 from tests.tolerances import BF16_OUTPUT, FP32_ROUNDING, SCORE_TIE
 
@@ -95,8 +106,8 @@ def test_equals_torch_twenty_times(heads: int, kpool: int, table: int) -> None:
 
 
 @pytest.mark.parametrize(("heads", "kpool", "table"), SHAPES)
-@pytest.mark.parametrize("ticket", [False, True])
-def test_physical_rows_from_the_same_launch(heads: int, kpool: int, table: int, ticket: bool) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_physical_rows_from_the_same_launch(heads: int, kpool: int, table: int, shared: bool) -> None:
     step = Step(heads, kpool, lengths_for(table), table, exact=True)
     want, rows = step.want(), step.q.shape[0]
     want_rows = torch.empty(want.shape, dtype=torch.int64, device="cuda")
@@ -104,7 +115,7 @@ def test_physical_rows_from_the_same_launch(heads: int, kpool: int, table: int, 
     named: dict[str, Any] = {"out": want_rows, "counts": want_counts, "block_size": BLOCK}
     map_torch.logical_to_physical(want, step.block_table, token_rows=torch.arange(rows, device="cuda"), **named)
     physical = PhysicalRows(step.block_table, torch.full_like(want_rows, POISON), torch.full_like(want_counts, POISON))
-    plan = select_plan(table // kpool, TOPK // kpool, ticket=ticket)
+    plan = select_plan(table // kpool, TOPK // kpool, rows=rows if shared else 1 << 20)
     named = {"physical": physical, "selecting": plan}
     triton_decode.select_topk_decode(step.q, step.weights, step.keys, **step.arguments(), **named)
     assert torch.equal(step.out, want)
@@ -156,6 +167,41 @@ def test_a_pool_beyond_two_to_the_31() -> None:
     k = torch.randn(3, DIM, device="cuda").bfloat16()
     write_keys(step.keys.view(-1, DIM), entries, k)
     assert torch.equal(step.keys.view(-1, DIM)[entries], k)
+
+
+SPANS = {
+    "prompt": ([(0, 9000)], 0),
+    "chunk": ([(30000, 700)], 0),
+    "ragged": ([(0, 40), (8100, 300), (0, 2060), (3000, 1), (20000, 33)], 0),
+    "mixed": ([(8190, 1), (2047, 1), (100, 1), (40000, 1), (0, 3000), (5000, 500)], 4),
+    "verify": ([(8190, 3), (2047, 3), (0, 2600)], 2),
+}
+
+
+@pytest.mark.parametrize(("heads", "kpool"), [(32, 4), (64, 1), (16, 2)])
+@pytest.mark.parametrize("name", SPANS)
+def test_prefill_equals_torch(name: str, heads: int, kpool: int) -> None:
+    spans, num_decode = SPANS[name]
+    segments, token = [], 0
+    for row, (start, length) in enumerate(spans):
+        segments.append(Segment(token, length, row, start))
+        token += length
+    step = Step(heads, kpool, [start + length for start, length in spans], 65536, exact=True)
+    q, weights = step.draw(True, token, heads, DIM).bfloat16(), step.draw(True, token, heads).bfloat16()
+    assert triton_prefill.takes(q, weights, step.keys, step.block_table, TOPK // kpool)
+    positions = torch.cat([torch.arange(start, start + length) for start, length in spans]).cuda()
+    named: dict[str, Any] = {"block_table": step.block_table, "positions": positions, "segments": segments}
+    named |= {"num_decode": num_decode, "topk": TOPK, "kpool": kpool, "scale": 0.5}
+    want, got = (torch.full((token + 2, TOPK + kpool - 1), POISON, dtype=torch.int32).cuda() for _ in range(2))
+    torch_impl.select_topk(q, weights.float(), step.keys, out=want, **named)
+    for scratch in (None, 24 << 20, None):
+        got.fill_(POISON)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            select_topk(q, weights, step.keys, out=got, scratch_bytes=scratch, **named)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(got, want), scratch
 
 
 @pytest.mark.parametrize("rollback", [0, 2])

@@ -1,4 +1,4 @@
-"""Top-k on a GPU at real shapes: ties, NaN, ragged rows, every way to merge, repeats, graphs."""
+"""Top-k on a GPU at real shapes: ties, NaN, ragged rows, every way to share a row, repeats, graphs."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ def test_equals_the_reference() -> None:
     assert torch.equal(topk_ascending(scores, valid, 512).cpu(), want)
 
 
-@pytest.mark.parametrize(("rows", "size", "k"), [(64, 32768, 512), (4, 131072, 2048)])
-@pytest.mark.parametrize("ticket", [False, True])
-@pytest.mark.parametrize("warps", [8, 16, 32])
-def test_every_way_to_merge(rows: int, size: int, k: int, ticket: bool, warps: int) -> None:
+@pytest.mark.parametrize(("rows", "size", "k"), [(64, 32768, 512), (4, 131072, 2048), (300, 40000, 512)])
+@pytest.mark.parametrize("splits", [1, 8, 32])
+@pytest.mark.parametrize("warps", [8, 16])
+def test_every_way_to_share_a_row(rows: int, size: int, k: int, splits: int, warps: int) -> None:
     scores, valid = draw(rows, size), lengths(rows, size, k)
     want = torch_impl.topk_ascending(scores, valid, k)
-    usual = select_plan(size, k, ticket=ticket)
+    usual = select_plan(size, k, rows=rows)
     assert usual is not None
-    assert usual.chunks > 1
-    plan = replace(usual, warps=warps, merge_warps=warps)
+    assert usual.merge
+    plan = replace(usual, warps=warps, splits=splits)
     tickets = torch.zeros(rows, dtype=torch.int32, device="cuda")
     out = torch.empty(rows, k, dtype=torch.int32, device="cuda")
 
@@ -75,8 +75,9 @@ def test_every_way_to_merge(rows: int, size: int, k: int, ticket: bool, warps: i
 
     for _ in range(20):
         assert torch.equal(run(plan), want)
-        assert not tickets.any(), "the merging program leaves the tickets at zero"
+        assert not tickets.any(), "the program that picks leaves the tickets at zero"
     assert torch.equal(run(replace(plan, pdl=True)), want)
+    assert torch.equal(run(replace(plan, sample=2)), want), "the whole row is gone through where too many are kept"
 
 
 def test_a_graph_follows_lengths_and_scores() -> None:

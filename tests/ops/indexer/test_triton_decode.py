@@ -19,9 +19,9 @@ from tests.ops.triton_mode import DEVICE
 HEADS, DIM, BLOCK = 16, 32, 8
 POISON = 0x7F7F7F7F
 SCORES = ScorePlan(block=16, splits=2, warps=4, stages=2)
-ONE = SelectPlan(chunk=256, small=16, chunks=1, merge=0, warps=4, merge_warps=4, ticket=False)
-CHUNKS = SelectPlan(chunk=32, small=16, chunks=7, merge=128, warps=4, merge_warps=4, ticket=False)
-TICKET = SelectPlan(chunk=32, small=16, chunks=7, merge=128, warps=4, merge_warps=4, ticket=True)
+ONE = SelectPlan(small=256, merge=0, tile=0, sample=0, splits=1, warps=4)
+LISTS = SelectPlan(small=16, merge=64, tile=32, sample=16, splits=1, warps=4)
+SPLITS = SelectPlan(small=16, merge=64, tile=32, sample=16, splits=4, warps=4)
 LENGTHS = [100, 0, 1, 7, 8, 19, 16, 17, 20, 97, 33, 0]
 
 
@@ -85,17 +85,17 @@ def test_equals_the_reference_at_every_length_that_matters(kpool: int) -> None:
     for row, length in zip(want, LENGTHS, strict=True):
         tail = length % kpool if kpool > 1 else 0
         assert int((row >= 0).sum()) == min(length - tail, 16) + tail
-    for plan in (ONE, CHUNKS, TICKET):
+    for plan in (ONE, LISTS, SPLITS):
         assert torch.equal(call.run(plan)[0], want), plan
     seen = call.keys.isnan()
     call.keys = torch.where(
         seen, torch.randint(100, 200, seen.shape).bfloat16(), call.keys
     )  # NaN could pass for hidden
-    assert torch.equal(call.run(TICKET)[0], want)
+    assert torch.equal(call.run(SPLITS)[0], want)
 
 
 @pytest.mark.parametrize("kpool", [1, 4])
-@pytest.mark.parametrize("plan", [ONE, CHUNKS, TICKET], ids=["one", "chunks", "ticket"])
+@pytest.mark.parametrize("plan", [ONE, LISTS, SPLITS], ids=["one", "lists", "splits"])
 def test_physical_rows_from_the_same_launch(kpool: int, plan: SelectPlan) -> None:
     call = Call([200, 0, 3, 19, 16, 130], kpool=kpool, topk=16)
     out, physical, counts = call.run(plan, mapped=True)
@@ -128,13 +128,13 @@ def test_a_visible_nan_is_taken_last() -> None:
 
 def test_rows_do_not_depend_on_their_neighbours() -> None:
     call = Call([150, 80, 61], kpool=2, topk=8)
-    together = call.run(CHUNKS)[0]
+    together = call.run(LISTS)[0]
     for row in range(3):
         alone = Call([4], kpool=2, topk=8)
         alone.q, alone.weights, alone.keys = call.q[row : row + 1], call.weights[row : row + 1], call.keys
         step = call.step
         alone.step = PagedDecode(step.paged, step.context_lens[row : row + 1], step.block_table[row : row + 1])
-        assert torch.equal(alone.run(TICKET)[0], together[row : row + 1])
+        assert torch.equal(alone.run(SPLITS)[0], together[row : row + 1])
 
 
 def test_what_the_kernels_take() -> None:
@@ -144,4 +144,4 @@ def test_what_the_kernels_take() -> None:
     assert not takes(q.float(), weights, keys, table, 512)
     assert not takes(q, weights, keys.float(), table, 512)
     assert not takes(q[:, :24], weights[:, :24], keys, table, 512)
-    assert not takes(q, weights, keys, table.expand(2, 200).repeat(1, 1000), 2048)
+    assert not takes(q, weights, keys, table.repeat(1, 100), 1 << 14)

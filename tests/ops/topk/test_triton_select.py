@@ -1,4 +1,4 @@
-"""The Triton top-k in the interpreter or on the GPU: rows of one block, of chunks and of both, under every plan."""
+"""The Triton top-k in the interpreter or on the GPU: rows held whole, filtered by one program and by several."""
 
 from __future__ import annotations
 
@@ -9,14 +9,24 @@ import pytest
 import torch
 
 from sidestream.ops.topk import reference
-from sidestream.ops.topk.triton_select import SelectPlan, select_plan, select_rows, topk_ascending
+from sidestream.ops.topk.triton_select import (
+    MAX_BLOCK,
+    MAX_SPLITS,
+    SelectPlan,
+    select_plan,
+    select_rows,
+    topk_ascending,
+)
 from tests.ops.triton_mode import DEVICE
 
 INF, NAN = math.inf, math.nan
 POISON = 0x7F7F7F7F
-ONE = SelectPlan(chunk=256, small=64, chunks=1, merge=0, warps=4, merge_warps=4, ticket=False)
-CHUNKS = SelectPlan(chunk=64, small=16, chunks=4, merge=64, warps=4, merge_warps=4, ticket=False)
-PLANS = {"one": ONE, "chunks": CHUNKS, "ticket": replace(CHUNKS, ticket=True)}
+ONE = SelectPlan(small=256, merge=0, tile=0, sample=0, splits=1, warps=4)
+LISTS = SelectPlan(small=16, merge=64, tile=32, sample=32, splits=1, warps=4)
+SPLITS = replace(LISTS, splits=3)
+EVERYTHING = replace(LISTS, sample=2, splits=2)
+"""Of two entries no sample is large enough: the threshold is the lower one, and mostly more reach it than fit."""
+PLANS = {"one": ONE, "lists": LISTS, "splits": SPLITS, "everything": EVERYTHING}
 
 
 def select(scores: torch.Tensor, valid: torch.Tensor, k: int, plan: SelectPlan) -> torch.Tensor:
@@ -61,7 +71,7 @@ def test_all_equal_takes_the_lowest(value: float) -> None:
 
 def test_rows_do_not_depend_on_each_other() -> None:
     scores, valid = hard_scores(6, 200), torch.tensor([200, 131, 70, 200, 199, 40])
-    together = select(scores, valid, 8, CHUNKS)
+    together = select(scores, valid, 8, SPLITS)
     alone = torch.cat([select(scores[i : i + 1], valid[i : i + 1], 8, ONE) for i in range(6)])
     assert torch.equal(together, alone)
 
@@ -80,25 +90,52 @@ def test_the_operator_with_strides_and_empty_shapes() -> None:
     assert topk_ascending(wide[:2], none, 0).shape == (2, 0)
 
 
+def test_a_threshold_that_too_few_reach_is_noticed() -> None:
+    """The sample takes the lowest of all scores for a high one: every place it looks at holds an infinity."""
+    size, sample = 192, 64
+    scores = torch.randn(3, size)
+    step = torch.arange(sample)
+    looked_at = step * size // sample + (((step * 40503) & 0xFFFF) * (size // sample) >> 16)
+    assert len(looked_at.unique()) == sample
+    scores[:, looked_at] = INF
+    plan, valid = replace(SPLITS, sample=sample, merge=128), torch.full((3,), size)
+    want = reference.topk_ascending(scores, valid, 100)
+    assert torch.equal(select(scores, valid, 100, plan), want)
+    assert int((want[0] >= 0).sum()) == 100
+
+
+def test_lists_of_all_lengths_are_joined_in_order() -> None:
+    """High scores lie in one part of the row, in two, in all: some lists are empty, and one is nearly all."""
+    scores = torch.randn(4, 320)
+    scores[0, 100:130] += 9
+    scores[1, :9] += 9
+    scores[1, 300:] += 9
+    scores[2, 319] += 9
+    valid = torch.tensor([320, 320, 320, 290])
+    for splits in (2, 5, 10, 32):
+        plan = replace(SPLITS, splits=splits, sample=256)
+        assert torch.equal(select(scores, valid, 24, plan), reference.topk_ascending(scores, valid, 24)), splits
+
+
 @pytest.mark.parametrize(
-    ("entries", "picks"), [(64, 512), (2048, 512), (8193, 512), (65536, 512), (65536, 2048), (163840, 2048)]
+    ("entries", "picks"), [(64, 512), (2048, 512), (8193, 512), (65536, 512), (65536, 2048), (1 << 20, 2048)]
 )
-@pytest.mark.parametrize("ticket", [False, True])
-def test_plans_hold_what_they_promise(entries: int, picks: int, ticket: bool) -> None:
-    plan = select_plan(entries, picks, ticket=ticket)
+@pytest.mark.parametrize("rows", [1, 64, 8192])
+def test_plans_hold_what_they_promise(entries: int, picks: int, rows: int) -> None:
+    plan = select_plan(entries, picks, rows=rows)
     assert plan is not None
-    assert plan.chunk * plan.chunks >= entries > plan.chunk * (plan.chunks - 1)
-    assert plan.small <= plan.chunk <= 1 << 15
     assert 1 <= plan.warps <= 32
-    if plan.chunks > 1:
-        assert plan.chunks * picks <= plan.merge <= 1 << 15
-        assert picks < plan.chunk
-        assert plan.ticket == ticket
+    if entries > plan.small:
+        assert 2 * picks < plan.merge <= MAX_BLOCK
+        assert 1 <= plan.splits <= min(MAX_SPLITS, entries // plan.tile + 1)
+        assert plan.sample <= plan.small, "rows that are sampled are longer than a sample"
+    else:
+        assert plan.splits == 1
 
 
-def test_what_no_program_can_merge_has_no_plan() -> None:
-    assert select_plan(1 << 20, 2048, ticket=False) is None
-    scores = torch.randn(1, 1 << 20, device=DEVICE)
-    valid = torch.tensor([1 << 20], device=DEVICE)
-    got = topk_ascending(scores, valid, 2048)[0].cpu()
-    assert set(got.tolist()) == set(scores[0].topk(2048).indices.tolist())
+def test_what_no_program_can_hold_has_no_plan() -> None:
+    assert select_plan(1 << 17, 1 << 14, rows=1) is None
+    scores = torch.randn(1, 1 << 17, device=DEVICE)
+    valid = torch.tensor([1 << 17], device=DEVICE)
+    got = topk_ascending(scores, valid, 1 << 14)[0].cpu()
+    assert set(got.tolist()) == set(scores[0].topk(1 << 14).indices.tolist())
