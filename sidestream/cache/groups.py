@@ -84,6 +84,11 @@ class CacheGroups:
     def bytes_per_slot(self) -> int:
         return sum(group.bytes_per_slot for group in self.slots)
 
+    def bytes_by_kind(self, num_blocks: int, num_slots: int) -> dict[str, int]:
+        """Bytes of pools of that many blocks and slots, by kind."""
+        sizes = {f"{group.kind} cache": num_blocks * group.bytes_per_block for group in self.blocks}
+        return sizes | {f"{group.kind} cache": num_slots * group.bytes_per_slot for group in self.slots}
+
     def bytes_total(self, num_blocks: int, num_slots: int) -> int:
         """Bytes of pools of that many blocks and slots, scratch included."""
         return num_blocks * self.bytes_per_block + num_slots * self.bytes_per_slot

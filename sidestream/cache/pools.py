@@ -58,6 +58,15 @@ class CachePools:
         kinds = (self.kv, self.index_keys, self.index_tail, self.conv, self.recurrent)
         return [tensor for kind in kinds for tensor in kind.values()]
 
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes of the tensors, by kind, as ``CacheGroups.bytes_by_kind`` foresees them."""
+        kinds = {kind: getattr(self, kind) for kind in CacheKind}
+        return {
+            f"{kind} cache": sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+            for kind, tensors in kinds.items()
+            if tensors
+        }
+
     def bytes_total(self) -> int:
         return sum(tensor.numel() * tensor.itemsize for tensor in self.tensors())
 

@@ -33,8 +33,9 @@ class EngineConfig:
         stream_policy: how a wait crosses the boundary of a capture: "external" events, whole "stream" waits, or
             "auto": the first where the device has them.
         graph_debug: at every replay check that inputs lie where the graph reads them, and poison static buffers.
-        memory_limit: bytes ("8GiB", an integer) or a share of the device's memory ("60%", a float up to 1) for
-            weights and caches together; None is 60 %.
+        memory_limit: bytes ("8GiB", an integer) or a share of the device's memory ("60%", a float up to 1); None is
+            60 %. On a GPU the driver's own figure of memory in use stays within it, the CUDA context and other
+            processes included; on a CPU weights and caches together do.
         seed: of requests that bring none, and of dummy weights.
     """
 

@@ -26,7 +26,7 @@ class ResolvedConfig:
     """Settings that fit together.
 
     Attributes:
-        memory_budget: bytes for weights and caches.
+        memory_budget: bytes: on a GPU of everything in use on it, elsewhere of weights and caches.
         stream_policy: None takes the best that the device can do.
         shrink_max_model_len: the user named none, so it may be lowered to what the pools hold.
         rollback: tokens that a sequence may take back (0 without speculation).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,8 +19,14 @@ from sidestream.config.engine import EngineConfig
 from sidestream.config.model import AttentionKind, IndexerKind, ModelConfig
 from sidestream.config.resolved import ResolvedConfig, resolve, resolve_cudagraph_mode
 from sidestream.core.protocols import LayerObserver
+from sidestream.engine.device_memory import DeviceMemory
+from sidestream.engine.held_bytes import bytes_of
+from sidestream.engine.largest_steps import largest_steps
+from sidestream.engine.ledger import CONTEXT, WEIGHTS, Ledger, in_use
+from sidestream.engine.memory_probe import foresee, make_ready
+from sidestream.engine.pool_sizes import size_pools
 from sidestream.engine.runner import ModelRunner, StepGraphs
-from sidestream.errors import CapacityError
+from sidestream.engine.startup_clock import StartupClock
 from sidestream.graphs.dispatch import GraphDispatcher
 from sidestream.graphs.runner import GraphRunner
 from sidestream.graphs.static_buffers import StaticBuffers
@@ -35,22 +42,15 @@ from sidestream.weights import LoadReport, Shard, WeightSource, open_weights
 
 
 @dataclass(frozen=True, slots=True)
-class Ledger:
-    """Bytes that the engine holds, by part; together at most the budget."""
-
-    weights: int
-    blocks: int
-    slots: int
-    budget: int
-
-
-@dataclass(frozen=True, slots=True)
 class BuiltEngine:
     """Everything that runs steps, complete.
 
     Attributes:
+        ledger: as of start.
         num_blocks, num_slots: of the pools, scratch included.
         max_model_len: longest sequence, by the model, the user and the pools.
+        startup: phase -> seconds, in order; the first begins with the process.
+        memory: of a CUDA device.
     """
 
     config: ResolvedConfig
@@ -62,6 +62,13 @@ class BuiltEngine:
     num_blocks: int
     num_slots: int
     max_model_len: int
+    weight_bytes: int
+    startup: Mapping[str, float]
+    memory: DeviceMemory | None = None
+
+    def ledger_now(self) -> Ledger:
+        """The ledger as of start, beside what is in use now."""
+        return replace(self.ledger, in_use=in_use(self.memory))
 
 
 def build_engine(
@@ -75,10 +82,11 @@ def build_engine(
         ConfigError, CheckpointError: settings or files are wrong.
         CapacityError: weights or caches do not fit ``memory_limit``.
     """
+    clock = StartupClock()
     folder = Path(model_path)
     model_config = ModelConfig.from_hf(folder)
     config = resolve(
-        user, model_config, cuda_available=torch.cuda.is_available(), device_memory=_device_memory(user.device)
+        user, model_config, cuda_available=torch.cuda.is_available(), device_memory=_memory_size(user.device)
     )
     dtype, layout = getattr(torch, config.dtype), _row_layout(config)
     groups = plan_cache_groups(
@@ -90,27 +98,83 @@ def build_engine(
         rollback=config.rollback,
     )
     weights = weight_bytes(config, dtype)
-    num_blocks, num_slots, max_model_len = size_pools(config, groups, weights=weights)
     backend = open_backend(config.device) if backend is None else backend
+    clock.end("config")
+    memory = _device_memory(backend)
+    foreseen = {} if memory is None else _foresee(config, groups, backend, memory, weights=weights)
+    num_blocks, num_slots, max_model_len = size_pools(config, groups, weights=weights, beside=foreseen)
+    clock.end("memory probe")
     model, report = load_model(folder, config, device=backend.device, dtype=dtype)
-    assert _bytes_of(model) == weights, f"the weights take {_bytes_of(model)} bytes, {weights} were foreseen"
+    assert bytes_of(model) == weights, f"the weights take {bytes_of(model)} bytes, {weights} were foreseen"
+    clock.end("weights")
     pools = CachePools(groups, num_blocks, num_slots, device=backend.device)
-    runner = start_runner(model, config, pools, backend=backend, max_model_len=max_model_len, weight_bytes=weights)
+    runner = start_runner(
+        model, config, pools, backend=backend, max_model_len=max_model_len, weight_bytes=weights, capture=memory is None
+    )
+    predicted = {WEIGHTS: weights, **groups.bytes_by_kind(num_blocks, num_slots), **foreseen}
+    measured = {WEIGHTS: weights, **pools.bytes_by_kind()}
+    if memory is not None:
+        measured |= make_ready(
+            runner,
+            largest_steps(config, longest=max_model_len),
+            memory,
+            vocab_size=model_config.vocab_size,
+            counted=sum(measured.values()),
+        )
+        memory.enforce(config.memory_budget)
+    clock.end("capture and warm-up")
     return BuiltEngine(
         config=config,
         model=model,
         runner=runner,
         pools=pools,
         load_report=report,
-        ledger=Ledger(
-            weights=weights,
-            blocks=num_blocks * groups.bytes_per_block,
-            slots=num_slots * groups.bytes_per_slot,
-            budget=config.memory_budget,
-        ),
+        ledger=Ledger.of(predicted, measured, budget=config.memory_budget, memory=memory),
         num_blocks=num_blocks,
         num_slots=num_slots,
         max_model_len=max_model_len,
+        weight_bytes=weights,
+        startup=clock.phases,
+        memory=memory,
+    )
+
+
+def _foresee(
+    config: ResolvedConfig, groups: CacheGroups, backend: StreamBackend, memory: DeviceMemory, *, weights: int
+) -> dict[str, int]:
+    """Bytes beside weights and caches, before a byte of the checkpoint is read.
+
+    Raises:
+        CapacityError: what is known already does not fit.
+    """
+    size_pools(config, groups, weights=weights, beside={CONTEXT: memory.context})
+    memory.lift()
+    dtype = getattr(torch, config.dtype)
+    if config.num_blocks is not None:
+        blocks = config.num_blocks
+    else:
+        blocks = (config.memory_budget - weights) // max(groups.bytes_per_block, 1)
+    longest = min(config.max_model_len, blocks * config.block_size) if config.uses_blocks else config.max_model_len
+
+    def trial() -> ModelRunner:
+        model = _construct(_Zeros(), config, device=backend.device, dtype=dtype)
+        pools = CachePools(groups, 2, 2, device=backend.device)
+        return start_runner(
+            model,
+            config,
+            pools,
+            backend=backend,
+            max_model_len=config.max_model_len,
+            weight_bytes=weights,
+            capture=False,
+        )
+
+    return foresee(
+        trial,
+        largest_steps(config, longest=longest),
+        memory,
+        vocab_size=config.model.vocab_size,
+        counted=weights + groups.bytes_total(2, 2),
     )
 
 
@@ -124,13 +188,15 @@ def in_graph_mode(built: BuiltEngine, cudagraph_mode: str, *, observer: LayerObs
     """
     config = replace(built.config, cudagraph_mode=resolve_cudagraph_mode(cudagraph_mode, built.config.device))
     built.runner.settle()
+    if built.memory is not None:
+        built.memory.lift()  # it foresaw one set of graphs
     runner = start_runner(
         built.model,
         config,
         built.pools,
         backend=built.runner.streams.backend,
         max_model_len=built.max_model_len,
-        weight_bytes=built.ledger.weights,
+        weight_bytes=built.weight_bytes,
         observer=observer,
     )
     return replace(built, config=config, runner=runner)
@@ -145,6 +211,7 @@ def start_runner(
     max_model_len: int,
     weight_bytes: int,
     observer: LayerObserver | None = None,
+    capture: bool = True,
 ) -> ModelRunner:
     """Connect a model to its caches on streams of its own, and capture."""
     policy = None if config.stream_policy is None else Policy(config.stream_policy)
@@ -159,7 +226,8 @@ def start_runner(
             weight_bytes=weight_bytes,
             observer=observer,
         )
-        runner.capture()
+        if capture:
+            runner.capture()
     return runner
 
 
@@ -181,11 +249,11 @@ def load_model(
     return _construct(source, config, device=device, dtype=dtype), source.finish()
 
 
-class _NoWeights:
-    """A source of nothing: layers take their memory and leave it as it is."""
+class _Zeros:
+    """A source of nothing: every weight is zero."""
 
     def load(self, name: str, out: torch.Tensor, *, shard: Shard | None = None) -> None:
-        return None
+        out.zero_()
 
     def finish(self) -> LoadReport:
         return LoadReport((), (), {})
@@ -193,7 +261,7 @@ class _NoWeights:
 
 def weight_bytes(config: ResolvedConfig, dtype: torch.dtype) -> int:
     """Bytes that the loaded model will take: it is constructed without memory, and counted."""
-    return _bytes_of(_construct(_NoWeights(), config, device=torch.device("meta"), dtype=dtype))
+    return bytes_of(_construct(_Zeros(), config, device=torch.device("meta"), dtype=dtype))
 
 
 def _construct(
@@ -203,41 +271,6 @@ def _construct(
         source=source, prefix="", dtype=dtype, device=device, format=DenseFormat(dtype, device), group=SINGLE
     )
     return MODELS[config.model.architecture](loader, config.model, config.max_model_len)
-
-
-def size_pools(config: ResolvedConfig, groups: CacheGroups, *, weights: int) -> tuple[int, int, int]:
-    """Blocks, slots (scratch included) and the longest sequence that fit the budget beside the weights.
-
-    Blocks are as many as all ``max_num_seqs`` sequences of ``max_model_len`` could fill, or as fit.
-    """
-    budget = config.memory_budget
-    if weights > budget:
-        raise CapacityError(
-            f"the weights take {weights} bytes, more than the memory budget of {budget} bytes; raise memory_limit"
-        )
-    num_slots = config.max_num_seqs + 1
-    left = budget - weights - num_slots * groups.bytes_per_slot
-    longest = -(-config.max_model_len // config.block_size)
-    if config.num_blocks is not None:
-        num_blocks = config.num_blocks + 1
-    elif groups.bytes_per_block:
-        num_blocks = min(config.max_num_seqs * longest + 1, max(left, 0) // groups.bytes_per_block)
-    else:
-        num_blocks = 1
-    if left < num_blocks * groups.bytes_per_block or (config.uses_blocks and num_blocks < 2):
-        needed = weights + num_slots * groups.bytes_per_slot + max(num_blocks, 2) * groups.bytes_per_block
-        raise CapacityError(
-            f"weights ({weights} bytes), {num_slots} state slots ({num_slots * groups.bytes_per_slot} bytes) and "
-            f"{max(num_blocks, 2)} KV blocks of {groups.bytes_per_block} bytes need {needed} bytes, more than the "
-            f"memory budget of {budget} bytes; raise memory_limit or lower max_num_seqs"
-        )
-    room = (num_blocks - 1) * config.block_size if config.uses_blocks else config.max_model_len
-    if room < config.max_model_len and not config.shrink_max_model_len:
-        raise CapacityError(
-            f"one sequence of max_model_len {config.max_model_len} needs {longest} KV blocks of {config.block_size} "
-            f"tokens, and there are {num_blocks - 1}; lower max_model_len, or raise num_blocks or memory_limit"
-        )
-    return num_blocks, num_slots, min(config.max_model_len, room)
 
 
 def wire_runner(
@@ -327,30 +360,12 @@ def open_backend(device: str) -> StreamBackend:
     return CudaBackend()
 
 
-def _device_memory(device: str) -> int:
+def _device_memory(backend: StreamBackend) -> DeviceMemory | None:
+    """Readings of a CUDA device."""
+    return DeviceMemory(backend.device) if backend.device.type == "cuda" else None
+
+
+def _memory_size(device: str) -> int:
     if device in ("auto", "cuda") and torch.cuda.is_available():
         return int(torch.cuda.mem_get_info()[1])
     return int(psutil.virtual_memory().total)
-
-
-def _bytes_of(model: DecoderModel) -> int:
-    """Bytes of every tensor reachable from the model, shared storage counted once, allocators' rounding left out."""
-    storages: dict[int, int] = {}
-    pending: list[object] = [model]
-    seen: set[int] = set()
-    while pending:
-        item = pending.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, torch.Tensor):
-            span = sum((n - 1) * s for n, s in zip(item.shape, item.stride(), strict=True))
-            extent = int(item.storage_offset() + span) + 1
-            key = item.untyped_storage()._cdata
-            storages[key] = max(storages.get(key, 0), extent * item.itemsize)
-        elif isinstance(item, list | tuple):
-            pending.extend(item)
-        elif type(item).__module__.startswith("sidestream."):
-            slots = getattr(type(item), "__slots__", ())
-            pending.extend(vars(item).values() if hasattr(item, "__dict__") else (getattr(item, s) for s in slots))
-    return sum(storages.values())

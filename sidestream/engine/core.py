@@ -11,15 +11,12 @@ import torch
 from sidestream.core.batch import Chunk, ScheduledStep
 from sidestream.core.request import FinishReason, Request
 from sidestream.engine.build import BuiltEngine
-from sidestream.engine.logprobs import TopLogprobs, top_logprobs
+from sidestream.engine.logprobs import PROMPT_LOGIT_ROWS, TopLogprobs, top_logprobs
 from sidestream.engine.runner import StepOutput
 from sidestream.engine.sampled_tokens import PendingTokens, SampledTokens
 from sidestream.engine.sampler import Sampler, SamplingRow
 from sidestream.scheduler.config import SchedulerConfig
 from sidestream.scheduler.scheduler import Scheduler
-
-PROMPT_LOGIT_ROWS = 256
-"""Rows of prompt logits held at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from sidestream.core.sampling_params import SamplingParams
 from sidestream.engine.build import BuiltEngine, build_engine
 from sidestream.engine.core import EngineCore, EngineOutput
 from sidestream.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt
+from sidestream.engine.ledger import Ledger
 from sidestream.engine.output_processor import OutputProcessor
 from sidestream.engine.tokenizer import load_tokenizer
 from sidestream.errors import CheckpointError, RequestError, SidestreamError
@@ -114,6 +115,10 @@ class LLM:
         self._one_thread = threading.Lock()
         self._inboxes: dict[str, deque[EngineOutput]] = {}
         self._undelivered: deque[EngineOutput] = deque()
+
+    def ledger(self) -> Ledger:
+        """What the engine holds, part by part, beside the device's own figure; ``print`` shows a table."""
+        return self.built.ledger_now()
 
     def generate(
         self,

@@ -10,6 +10,8 @@ import torch
 TopLogprobs: TypeAlias = tuple[tuple[int, float, int], ...]
 """(token id, log-probability, rank) of one row: the chosen token, then the others of the top by rank."""
 
+PROMPT_LOGIT_ROWS = 256
+"""Rows of prompt logits held at once."""
 SCRATCH_ELEMENTS = 1 << 22
 """Elements of the vocabulary-wide temporaries held at once."""
 

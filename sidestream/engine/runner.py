@@ -153,17 +153,20 @@ class ModelRunner:
         return forward
 
     @torch.inference_mode()
-    def capture(self, on_captured: Callable[[StepPlan], None] | None = None) -> None:
+    def capture(
+        self, on_captured: Callable[[StepPlan], None] | None = None, *, shapes: Sequence[StepPlan] | None = None
+    ) -> None:
         """Capture every shape that the dispatcher names, largest first, on scratch blocks and slots and on the current
         stream. Each is run once without a graph before.
 
         Args:
             on_captured: told of each shape when it is done.
+            shapes: some of them, in that order; None is all.
         """
         if self.graphs is None:
             return
         runner = self.graphs.runner
-        for plan in self.graphs.dispatcher.captures():
+        for plan in self.graphs.dispatcher.captures() if shapes is None else shapes:
             inputs = self._scratch(plan)
             with self._context(inputs, plan.mode, buffers=True):
                 runner.warm_up(self._forward_of(plan))

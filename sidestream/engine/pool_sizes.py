@@ -1,0 +1,58 @@
+"""How many KV blocks and state slots fit a memory budget beside everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sidestream.cache.groups import CacheGroups
+from sidestream.config.resolved import ResolvedConfig
+from sidestream.errors import CapacityError
+
+KNOBS = "raise memory_limit or lower max_num_seqs"
+MEASURED_KNOBS = (
+    "raise memory_limit, or lower max_num_batched_tokens (for activations), max_capture_tokens (for graphs) or "
+    "max_num_seqs (for state slots)"
+)
+
+
+def size_pools(
+    config: ResolvedConfig, groups: CacheGroups, *, weights: int, beside: Mapping[str, int] | None = None
+) -> tuple[int, int, int]:
+    """Blocks, slots (scratch included) and the longest sequence that fit the budget beside the weights.
+
+    Blocks are as many as all ``max_num_seqs`` sequences of ``max_model_len`` could fill, or as fit.
+
+    Args:
+        beside: what else counts against the budget: name -> bytes.
+    Raises:
+        CapacityError: naming what does not fit and the knobs.
+    """
+    budget, others = config.memory_budget, sum((beside or {}).values())
+    if weights > budget:
+        raise CapacityError(
+            f"the weights take {weights} bytes, more than the memory budget of {budget} bytes; raise memory_limit"
+        )
+    num_slots = config.max_num_seqs + 1
+    left = budget - weights - others - num_slots * groups.bytes_per_slot
+    longest = -(-config.max_model_len // config.block_size)
+    if config.num_blocks is not None:
+        num_blocks = config.num_blocks + 1
+    elif groups.bytes_per_block:
+        num_blocks = min(config.max_num_seqs * longest + 1, max(left, 0) // groups.bytes_per_block)
+    else:
+        num_blocks = 1
+    if left < num_blocks * groups.bytes_per_block or (config.uses_blocks and num_blocks < 2):
+        needed = weights + others + num_slots * groups.bytes_per_slot + max(num_blocks, 2) * groups.bytes_per_block
+        listed = "".join(f", {name} ({size} bytes)" for name, size in (beside or {}).items())
+        raise CapacityError(
+            f"weights ({weights} bytes){listed}, {num_slots} state slots ({num_slots * groups.bytes_per_slot} bytes) "
+            f"and {max(num_blocks, 2)} KV blocks of {groups.bytes_per_block} bytes need {needed} bytes, more than the "
+            f"memory budget of {budget} bytes; {MEASURED_KNOBS if beside else KNOBS}"
+        )
+    room = (num_blocks - 1) * config.block_size if config.uses_blocks else config.max_model_len
+    if room < config.max_model_len and not config.shrink_max_model_len:
+        raise CapacityError(
+            f"one sequence of max_model_len {config.max_model_len} needs {longest} KV blocks of {config.block_size} "
+            f"tokens, and there are {num_blocks - 1}; lower max_model_len, or raise num_blocks or memory_limit"
+        )
+    return num_blocks, num_slots, min(config.max_model_len, room)
