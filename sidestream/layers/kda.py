@@ -10,13 +10,12 @@ import torch
 from sidestream.config.model import ModelConfig
 from sidestream.core.forward_context import get_forward_context
 from sidestream.core.layer_cache import LayerCache
-from sidestream.core.padding import pad_rows, true_rows
+from sidestream.core.padding import pad_rows
 from sidestream.core.step_inputs import StepInputs
 from sidestream.layers.boundary import across_break
 from sidestream.layers.linear import MergedLinear, Projection, RowLinear
 from sidestream.layers.loader import LayerLoader
-from sidestream.ops.kda import chunked, decode_step, gate, recurrent, short_conv
-from sidestream.ops.norm import gated_rms_norm
+from sidestream.ops.kda import decode_step, mixed_step
 
 
 class KimiDeltaAttention:
@@ -50,7 +49,6 @@ class KimiDeltaAttention:
             ],
         )
         # The two low-rank projections stand side by side and are expanded by one batched product.
-        self.sizes = [3 * local, 2 * kda.head_dim, self.num_heads]
         self.expand = torch.empty(2, local, kda.head_dim, dtype=loader.dtype, device=loader.device)
         for i, part in enumerate(("f_b_proj", "g_b_proj")):
             loader.source.load(f"{loader.prefix}{part}.weight", self.expand[i], shard=loader.shard(0))
@@ -77,16 +75,8 @@ class KimiDeltaAttention:
         inputs, cache = context.inputs, context.caches[self.layer]
         if inputs.uniform:
             return self._decode(projected, inputs=inputs, cache=cache)
-        given, rows = projected.shape[0], inputs.num_tokens
-        qkv, low, beta = torch.split(projected, self.sizes, dim=-1)
-        low = low.view(given, 2, self.head_dim).transpose(0, 1)
-        forget, output_gate = torch.bmm(low, self.expand.transpose(1, 2)).unbind()
-        forget = gate(true_rows(forget, rows), self.dt_bias, self.a_log, lower_bound=self.lower_bound)
-        output_gate = true_rows(output_gate, rows).view(rows, self.num_heads, self.head_dim)
-        beta = true_rows(beta, rows).sigmoid()
-        mixed = self._mix(true_rows(qkv, rows), forget, beta, inputs=inputs, cache=cache)
-        normed = gated_rms_norm(mixed, output_gate, self.norm, eps=self.norm_eps)
-        return pad_rows(normed.reshape(rows, -1), given)
+        mixed = self._mix(projected, inputs=inputs, cache=cache)
+        return pad_rows(mixed, projected.shape[0])
 
     def _decode(self, projected: torch.Tensor, *, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
         """``_attend`` of a step in which each row is a sequence of its own, padding too: one operator."""
@@ -109,44 +99,27 @@ class KimiDeltaAttention:
             start=inputs.starts,
         )
 
-    def _mix(
-        self, qkv: torch.Tensor, forget: torch.Tensor, beta: torch.Tensor, *, inputs: StepInputs, cache: LayerCache
-    ) -> torch.Tensor:
-        """Convolve, then run the delta rule: one recurrent step for decodes, chunks for prefills. [T, H, V]."""
+    def _mix(self, projected: torch.Tensor, *, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
+        """``_attend`` of a step with chunks of prompts in it, padding rows left out: one operator, too. [T, H * V]."""
         assert cache.conv is not None, f"layer {self.layer} has no convolution state"
         assert cache.recurrent is not None, f"layer {self.layer} has no recurrent state"
         assert inputs.conv is not None, "the step was laid out without a convolution"
-        tokens, heads, dim = qkv.shape[0], self.num_heads, self.head_dim
-        convolved = short_conv(qkv, cache.conv, self.conv, plan=inputs.conv).view(tokens, 3, heads, dim)
-        q, k, v = convolved.unbind(1)
-        decodes, split = inputs.num_decode, inputs.num_decode_tokens
-        outputs = []
-        if decodes:
-            shape = (decodes, split // decodes, heads)
-            mixed = recurrent(
-                q[:split].reshape(*shape, dim),
-                k[:split].reshape(*shape, dim),
-                v[:split].reshape(*shape, dim),
-                g=forget[:split].reshape(*shape, dim),
-                beta=beta[:split].reshape(shape),
-                state=cache.recurrent,
-                slots=inputs.slots[:decodes],
-                start=inputs.starts[:decodes],
-            )
-            outputs.append(mixed.reshape(split, heads, dim))
-        if split < tokens:
-            prefills = inputs.segments[decodes:]
-            outputs.append(
-                chunked(
-                    q[split:],
-                    k[split:],
-                    v[split:],
-                    g=forget[split:],
-                    beta=beta[split:],
-                    state=cache.recurrent,
-                    slots=inputs.host_slots[decodes:],
-                    starts=[segment.start_position for segment in prefills],
-                    lengths=[segment.length for segment in prefills],
-                )
-            )
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return mixed_step(
+            projected,
+            cache.conv,
+            cache.recurrent,
+            conv_weight=self.conv,
+            plan=inputs.conv,
+            expand=self.expand,
+            dt_bias=self.dt_bias,
+            A_log=self.a_log,
+            lower_bound=self.lower_bound,
+            norm_weight=self.norm,
+            norm_eps=self.norm_eps,
+            slots=inputs.slots,
+            start=inputs.starts,
+            host_slots=inputs.host_slots,
+            starts=[segment.start_position for segment in inputs.segments],
+            lengths=[segment.length for segment in inputs.segments],
+            decodes=inputs.num_decode,
+        )

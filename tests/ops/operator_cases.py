@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from sidestream.core.ring import plan_ring
 from sidestream.core.segment import Segment
 from sidestream.ops import (
     dense_mla,
@@ -25,6 +26,7 @@ from sidestream.ops import (
     rope,
     row_copy,
     sampled_tokens,
+    slot_copy,
     sparse_mla,
 )
 from sidestream.ops import topk as topk_ops
@@ -46,6 +48,7 @@ MODULES = (
     rope,
     row_copy,
     sampled_tokens,
+    slot_copy,
     sparse_mla,
     topk_ops,
 )
@@ -88,6 +91,14 @@ def pre_case(dtype: torch.dtype) -> Callable[[int], Arguments]:
             "eps": 1e-6,
             "iters": 4,
         }
+
+    return make
+
+
+def post_pre_case(dtype: torch.dtype) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        pre, post = pre_case(dtype)(seed), post_case(dtype)(seed)
+        return {**post, **{name: value for name, value in pre.items() if name != "streams"}}
 
     return make
 
@@ -174,6 +185,16 @@ def chunked_case(seed: int) -> Arguments:
     made = {"q": q, "k": k, "v": step.randn(tokens, HEADS, 8), "g": -step.rand(tokens, HEADS, DIM)}
     beta, state = step.rand(tokens, HEADS), step.randn(SLOTS, 1, HEADS, DIM, 8)
     return {**made, "beta": beta, "state": state, "slots": (4, 2), "starts": (3, 0), "lengths": lengths}
+
+
+def mixed_step_case(seed: int) -> Arguments:
+    """Two decodes beside a chunk of nine and a fresh one of two tokens, and three rows of padding."""
+    dim, slots, starts, lengths = 16, [5, 3, 4, 2], [7, 4, 3, 0], [1, 1, 9, 2]
+    step, made, rows = Step(seed), decode_step_case(0, torch.float32)(seed), sum(lengths)
+    made["projected"] = step.randn(rows + 3, 3 * HEADS * dim + 2 * dim + HEADS)
+    made["plan"] = plan_ring(starts, lengths, slots, window=4, ring_length=3)
+    made |= {"slots": torch.tensor(slots), "start": torch.tensor(starts)}
+    return {**made, "host_slots": slots, "starts": starts, "lengths": lengths, "decodes": 2}
 
 
 def entries_of(step: Step, kpool: int) -> torch.Tensor:
@@ -310,6 +331,10 @@ def copy_case(seed: int) -> Arguments:
     return {"pool": step.randn(20, DIM), "host": step.randn(30, DIM), "to": to, "source": source, "counts": counts}
 
 
+def slot_copy_case(seed: int) -> Arguments:
+    return {"state": Step(seed).randn(3, SLOTS, DIM).transpose(0, 1), "slots": ((3, 1), (1, 5))}
+
+
 def sampled_case(seed: int) -> Arguments:
     step = Step(seed)
     sources = torch.where(torch.arange(ROWS) % 3 == seed % 3, -1, torch.arange(ROWS).flip(0))
@@ -423,6 +448,7 @@ def _cases() -> Iterator[Case]:
             yield Case("rope.apply_rope", variant, rope_case(interleaved, dtype))
         yield Case("hyper_connection.hyper_connection_pre", name, pre_case(dtype))
         yield Case("hyper_connection.hyper_connection_post", name, post_case(dtype))
+        yield Case("hyper_connection.hyper_connection_post_pre", name, post_pre_case(dtype))
         for dim in (DIM, 32):  # matrix units take the second
             for kpool in (1, 4):
                 yield Case("indexer.select_topk_decode", f"{name}-kpool{kpool}-{dim}", select_case(kpool, dtype, dim))
@@ -437,6 +463,7 @@ def _cases() -> Iterator[Case]:
     for tokens, versions in ((1, 1), (1, 3), (2, 3)):
         yield Case("kda.recurrent", f"{tokens}of{versions}", recurrent_case(tokens, versions))
     yield Case("kda.chunked", "", chunked_case, captured=False)
+    yield Case("kda.mixed_step", "", mixed_step_case, captured=False)
     yield Case("indexer.write_keys", "", write_keys_case)
     yield Case("indexer.pool_keys", "", pool_keys_case)
     yield Case("indexer.index_scores", "", scores_case)
@@ -447,6 +474,7 @@ def _cases() -> Iterator[Case]:
     for rows_each in (1, 2):
         yield Case("residency.resolve", f"{rows_each}", resolve_case(rows_each))
     yield Case("row_copy.copy_rows", "", copy_case)
+    yield Case("slot_copy.copy_slots", "", slot_copy_case, captured=False)
     yield Case("sampled_tokens.fill_sampled", "", sampled_case)
     for layout in kv_rows.KV_ROW_LAYOUTS:
         yield Case("kv_rows.write_rows", layout, write_rows_case(layout))

@@ -1,14 +1,16 @@
-"""Kimi Delta Attention: short convolution, log decay, one recurrent step, chunks of a prefill, a whole decode step."""
+"""Kimi Delta Attention: a whole decode step, a step with chunks of prompts in it, and the parts of both."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from sidestream.core.ring import RingPlan
-from sidestream.ops.kda import decode, torch_chunked, torch_impl
+from sidestream.ops.kda import decode, mixed, torch_chunked, torch_impl
 from sidestream.ops.operator import operator
 
-__all__ = ["chunked", "decode_step", "gate", "recurrent", "short_conv"]
+__all__ = ["chunked", "decode_step", "gate", "mixed_step", "recurrent", "short_conv"]
 
 short_conv = operator(
     "kda.short_conv", reads=("x", "state", "weight", "plan"), writes=("state",), rows={"state": "plan"}
@@ -23,24 +25,31 @@ recurrent = operator(
 chunked = operator(
     "kda.chunked", reads=("q", "k", "v", "g", "beta", "state"), writes=("state",), rows={"state": "slots"}
 )(torch_chunked.chunked)
+_STEP = (
+    "projected",
+    "conv_state",
+    "state",
+    "conv_weight",
+    "plan",
+    "expand",
+    "dt_bias",
+    "A_log",
+    "norm_weight",
+    "slots",
+    "start",
+)
 decode_step = operator(
     "kda.decode_step",
-    reads=(
-        "projected",
-        "conv_state",
-        "state",
-        "conv_weight",
-        "plan",
-        "expand",
-        "dt_bias",
-        "A_log",
-        "norm_weight",
-        "slots",
-        "start",
-    ),
+    reads=_STEP,
     writes=("conv_state", "state"),
     rows={"conv_state": "plan", "state": "slots"},
 )(decode.decode_step)
+mixed_step = operator(
+    "kda.mixed_step",
+    reads=_STEP,
+    writes=("conv_state", "state"),
+    rows={"conv_state": "plan", "state": "slots"},
+)(mixed.mixed_step)
 
 
 @short_conv.register("cuda")
@@ -119,4 +128,52 @@ def _decode_step(
         norm_eps=norm_eps,
         slots=slots,
         start=start,
+    )
+
+
+@mixed_step.register("cuda")
+def _mixed_step(
+    projected: torch.Tensor,
+    conv_state: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    conv_weight: torch.Tensor,
+    plan: RingPlan,
+    expand: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    lower_bound: float | None,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+    slots: torch.Tensor,
+    start: torch.Tensor,
+    host_slots: Sequence[int],
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    decodes: int,
+) -> torch.Tensor:
+    function = mixed.mixed_step
+    if projected.is_cuda:
+        from sidestream.ops.kda import triton_mixed
+
+        if triton_mixed.takes(projected, conv_state, state, expand, plan):
+            function = triton_mixed.mixed_step
+    return function(
+        projected,
+        conv_state,
+        state,
+        conv_weight=conv_weight,
+        plan=plan,
+        expand=expand,
+        dt_bias=dt_bias,
+        A_log=A_log,
+        lower_bound=lower_bound,
+        norm_weight=norm_weight,
+        norm_eps=norm_eps,
+        slots=slots,
+        start=start,
+        host_slots=host_slots,
+        starts=starts,
+        lengths=lengths,
+        decodes=decodes,
     )

@@ -121,6 +121,56 @@ def decode_step(
     return normed.reshape(T, H * D).to(projected.dtype)
 
 
+def mixed_step(
+    projected: torch.Tensor,
+    conv_state: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    conv_weight: torch.Tensor,
+    plan: RingPlan,
+    expand: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    lower_bound: float | None,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+    slots: torch.Tensor,
+    start: torch.Tensor,
+    host_slots: Sequence[int],
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    decodes: int,
+) -> torch.Tensor:
+    """The parts above in fp32; a decode of n tokens leaves n states. See ``mixed.mixed_step``."""
+    T, H, D = sum(lengths), A_log.numel(), expand.shape[2]
+    qkv, low_f, low_g, beta = torch.split(projected[:T].float(), [3 * H * D, D, D, H], dim=-1)
+    forget, output_gate = low_f @ expand[0].float().T, low_g @ expand[1].float().T
+    q, k, v = short_conv(qkv, conv_state, conv_weight, plan=plan).view(T, 3, H, D).unbind(1)
+    g, beta = gate(forget, dt_bias, A_log, lower_bound=lower_bound), torch.sigmoid(beta)
+    mixed, first = torch.empty(T, H, D), 0
+    for r, length in enumerate(lengths):
+        part = slice(first, first + length)
+        if r < decodes:
+            one = slice(r, r + 1)
+            tokens = {name: x[None, part] for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))}
+            mixed[part] = recurrent(**tokens, state=state, slots=slots[one], start=start[one])[0]
+        else:
+            mixed[part] = chunked(
+                q[part],
+                k[part],
+                v[part],
+                g=g[part],
+                beta=beta[part],
+                state=state,
+                slots=[host_slots[r]],
+                starts=[starts[r]],
+                lengths=[length],
+            )
+        first += length
+    normed = gated_rms_norm(mixed, output_gate.view(T, H, D), norm_weight, eps=norm_eps)
+    return normed.reshape(T, H * D).to(projected.dtype)
+
+
 def _initial(state: torch.Tensor, slot: int, position: int, head: int) -> torch.Tensor:
     """What the sequence has seen before ``position``, [K, V]: nothing at 0, whatever the slot held."""
     if position == 0:

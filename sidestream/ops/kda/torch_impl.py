@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -73,6 +75,15 @@ def _convolve(source: torch.Tensor, taps: torch.Tensor, window_rows: torch.Tenso
     T, w = window_rows.shape
     windows = source.index_select(0, window_rows.view(-1)).view(T, w, -1)
     return windows.mul_(taps).sum(dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetGate:
+    """What ``gate`` needs beside its input, for functions that call it."""
+
+    dt_bias: torch.Tensor
+    A_log: torch.Tensor
+    lower_bound: float | None
 
 
 def gate(f: torch.Tensor, dt_bias: torch.Tensor, A_log: torch.Tensor, *, lower_bound: float | None) -> torch.Tensor:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from sidestream.core.ring import RingPlan
+from sidestream.ops.kda.torch_impl import L2_EPS
 
 CHANNELS = 1024
 """Of one token that a program gates or keeps; half as many are convolved, of several tokens."""
@@ -25,8 +26,45 @@ def short_conv(x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, *, pl
     """
     T, C = x.shape
     out = torch.empty(T, C, dtype=x.dtype, device=x.device)
-    if T:
-        _convolve[(triton.cdiv(T, TOKENS), triton.cdiv(C, CHANNELS // 2))](
+    _launch(x, state, weight, out, plan, first=0, kept=0, tokens=T, unit=0)
+    return out
+
+
+def heads_conv(
+    x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, *, plan: RingPlan, tokens: int, first: int, dim: int
+) -> torch.Tensor:
+    """``short_conv`` of queries, keys and values for chunks of prompts: apart, and the first two of unit length a head.
+
+    Args:
+        x: [T or more, 3 * H * D]; rows from T on are not read.
+        tokens: T, those of the plan. The ``first`` of them, one a sequence, are left to another kernel.
+        dim: D, a power of two up to 512.
+    Returns:
+        [3, T - first, H, D] in ``x.dtype``, normalised in fp32 before they are rounded.
+    """
+    width = x.shape[1] // 3
+    out = torch.empty(3, tokens - first, width // dim, dim, dtype=x.dtype, device=x.device)
+    _launch(x, state, weight, out, plan, first=first, kept=first, tokens=tokens, unit=dim)
+    return out
+
+
+def _launch(
+    x: torch.Tensor,
+    state: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    plan: RingPlan,
+    *,
+    first: int,
+    kept: int,
+    tokens: int,
+    unit: int,
+) -> None:
+    """Convolve tokens from ``first`` on, then keep from the plan's entry ``kept`` on."""
+    C = x.shape[1]
+    planes = 3 if unit else 1
+    if tokens > first:
+        _convolve[(triton.cdiv(tokens - first, TOKENS), triton.cdiv(C, CHANNELS // 2))](
             x,
             state,
             weight,
@@ -36,18 +74,21 @@ def short_conv(x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, *, pl
             x.stride(0),
             weight.stride(0),
             weight.stride(1),
-            T,
+            tokens,
+            first,
             C,
+            L2_EPS,
             TAPS=plan.window,
             TOKENS=TOKENS,
             BLOCK=CHANNELS // 2,
+            PLANES=planes,
+            UNIT=unit,
             num_warps=4,
         )
-    kept = plan.keep_tokens.shape[0]
-    if kept:
-        places = (plan.keep_tokens, plan.keep_rows)
-        _keep[(kept, triton.cdiv(C, CHANNELS))](x, state, *places, x.stride(0), C, BLOCK=CHANNELS, num_warps=4)
-    return out
+    entries = plan.keep_tokens.shape[0] - kept
+    if entries > 0:
+        places = (plan.keep_tokens[kept:], plan.keep_rows[kept:])
+        _keep[(entries, triton.cdiv(C, CHANNELS))](x, state, *places, x.stride(0), C, BLOCK=CHANNELS, num_warps=4)
 
 
 def gate(f: torch.Tensor, dt_bias: torch.Tensor, A_log: torch.Tensor, *, lower_bound: float | None) -> torch.Tensor:
@@ -82,7 +123,7 @@ def log_decay(raw: tl.tensor, rate: tl.tensor, lower_bound: tl.tensor, BOUNDED: 
     return decay
 
 
-@triton.jit(do_not_specialize=["T"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["T", "first"])  # type: ignore[untyped-decorator]
 def _convolve(
     x: tl.tensor,
     state: tl.tensor,
@@ -94,13 +135,18 @@ def _convolve(
     weight_channel: tl.tensor,
     weight_tap: tl.tensor,
     T: tl.tensor,
+    first: tl.tensor,
     C: tl.tensor,
+    l2_eps: tl.tensor,
     TAPS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PLANES: tl.constexpr,
+    UNIT: tl.constexpr,
 ) -> None:
-    """Window rows: 0 for nothing, then the step's tokens, then the carried rows (``RingPlan``)."""
-    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    """Window rows: 0 for nothing, then the step's tokens, then the carried rows (``RingPlan``). The result is laid out
+    as ``PLANES`` times [T - first, C / PLANES]; all but the last are normalised over ``UNIT`` channels, if not 0."""
+    t = first + tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = (channel < C)[None, :]
     total = tl.zeros((TOKENS, BLOCK), dtype=tl.float32)
@@ -114,8 +160,16 @@ def _convolve(
         past = tl.load(state + row[:, None] * C + channel[None, :], mask=there, other=0.0)
         scale = tl.load(weight + channel * weight_channel + tap * weight_tap, mask=channel < C, other=0.0)
         total += (token.to(tl.float32) + past.to(tl.float32)) * scale.to(tl.float32)[None, :]
-    result = (total * tl.sigmoid(total)).to(out.dtype.element_ty)
-    tl.store(out + t[:, None] * C + channel[None, :], result, mask=real & (t < T)[:, None])
+    result = total * tl.sigmoid(total)
+    width = C // PLANES
+    plane = channel // width
+    if UNIT > 0:
+        heads = tl.reshape(result, (TOKENS, BLOCK // UNIT, UNIT))
+        length = tl.rsqrt(tl.sum(heads * heads, axis=2, keep_dims=True) + l2_eps)
+        shorter = tl.reshape(heads * length, (TOKENS, BLOCK))
+        result = tl.where((plane < PLANES - 1)[None, :], shorter, result)
+    place = (plane * (T - first) + t[:, None] - first) * width + channel % width
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=real & (t < T)[:, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -31,7 +31,7 @@ SPARSE_MLA = (
 WRITE_ROWS = "write_rows(pool, inputs.slot_mapping[:rows], latent, rope=rope_key, layout=self._layout)"
 LOGITS = "logits = self._runner.logits(output, last_rows)"
 SAMPLE = "pending = self._sampled.keep(self._sampler.choose(logits, rows))"
-MIX = "mixed = self._mix(true_rows(qkv, rows), forget, beta, inputs=inputs, cache=cache)"
+MIX = "mixed = self._mix(projected, inputs=inputs, cache=cache)"
 
 OTHER_STREAMS = (
     Fault(
