@@ -28,8 +28,8 @@ LAUNCHES: dict[str, tuple[str, dict[str, int], int, int]] = {}
 
 @cache
 def available() -> bool:
-    """Whether fla-core is installed."""
-    return find_spec("fla") is not None and find_spec("fla.ops.kda") is not None
+    """Whether fla-core is installed, and its launches known: timing them would take a minute."""
+    return bool(LAUNCHES) and find_spec("fla") is not None and find_spec("fla.ops.kda") is not None
 
 
 @cache
