@@ -36,9 +36,6 @@ SHAPES = ((1, 8192), (1, 131_072), (8, 8192), (32, 8192), (64, 8192), (128, 8192
 SIZES = (
     (32, 32, 5, 8, False),
     (32, 64, 3, 8, False),
-    (64, 32, 5, 8, True),
-    (64, 32, 7, 8, True),
-    (32, 32, 5, 4, False),
 )
 """block_h, block_n, stages, warps, parted."""
 POOL_BLOCKS = 16_385
@@ -112,6 +109,7 @@ def variants(rows: int, context: int) -> list[Launch]:
         for splits in sorted({min(count, MAX_SPLITS) for count in (fill, max(1, fill // 2), 2 * fill, 4 * fill)}):
             found.append(Launch(splits, block_h, block_n, stages, warps, parted))
             found.append(Launch(splits, 64, 64, 1, 8, False, ordered=True))
+            found.append(Launch(splits, 64, 64, 1, 8, False, roles=True))
     return list(dict.fromkeys(found))
 
 
@@ -172,7 +170,7 @@ def main(path: Path) -> None:
         for us, one in sorted(timed, key=lambda pair: pair[0])[:3]:
             print(
                 f"    {us:8.1f} us  splits={one.splits} h={one.block_h} n={one.block_n} stages={one.stages} "
-                f"warps={one.warps} parted={one.parted} ordered={one.ordered}"
+                f"warps={one.warps} parted={one.parted} ordered={one.ordered} roles={one.roles}"
             )
         times += [{"rows": rows, "context": context, "floor": floor, "us": us, **asdict(one)} for us, one in timed]
     path.write_text(json.dumps({"dense": times, "writes": time_writes()}, indent=1))

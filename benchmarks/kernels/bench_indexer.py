@@ -45,7 +45,7 @@ from sidestream.ops.index_map import torch_impl as map_torch
 from sidestream.ops.index_map.triton_map import DEFAULT_PLAN, MapPlan, logical_to_physical
 from sidestream.ops.indexer import decode, keys
 from sidestream.ops.indexer.triton_decode import ScorePlan, paged_scores, score_plan, select_topk_decode
-from sidestream.ops.indexer.triton_keys import POOLS_PLAN, KeysPlan, write_keys, write_pools
+from sidestream.ops.indexer.triton_keys import POOLS_PLAN, KeysPlan, write_normed_keys, write_pools
 from sidestream.ops.topk import torch_impl as topk_torch
 from sidestream.ops.topk.triton_select import PhysicalRows, SelectPlan, select_plan, select_rows, topk_ascending
 
@@ -125,6 +125,11 @@ class Step:
             special = torch.tensor([0, 1, 2047, 2048, 2051, 2052, 2053, shape.tokens - 1])
             lens[1:] = special.repeat(rows // 8 + 1)[: rows - 1]
         self.lens = lens.cuda()
+        self.norm: dict[str, Any] = {"norm_weight": draw(DIM), "norm_bias": draw(DIM), "norm_eps": 1e-6}
+        self.turn: dict[str, Any] = {"cos": None, "sin": None, "interleaved": False}
+        if shape.kpool == 1:  # half of the channels, by right angles where integers shall stay integers
+            turns = torch.randint(0, 4, (rows, DIM // 4), device="cuda", generator=gen) * torch.pi / 2
+            self.turn |= {"cos": turns.cos().round(), "sin": turns.sin().round()}
         self.tail = draw((rows + 1) * 3, 2 * DIM)
         positions = (lens - 1).clamp_min(0).tolist()
         plan = plan_ring(positions, [1] * rows, list(range(1, rows + 1)), window=4, ring_length=3)
@@ -141,21 +146,21 @@ class Step:
     def write(self, i: int, launch: KeysPlan) -> None:
         flat = self.keys.view(-1, DIM)
         if self.shape.kpool == 1:
-            write_keys(flat, self.places[i], self.k[i], launch=launch)
+            write_normed_keys(flat, self.places[i], self.k[i], launch=launch, **self.norm, **self.turn)
         else:
             shared: dict[str, Any] = {"tail": self.tail, "plan": self.plan, "entries": self.places[i], "launch": launch}
-            write_pools(self.k[i], self.gate[i], self.ape, keys_flat=flat, **shared)
+            write_pools(self.k[i], self.gate[i], self.ape, keys_flat=flat, **shared, **self.norm)
 
     def score(self, i: int, plan: ScorePlan) -> torch.Tensor:
         shape = self.shape
         named: dict[str, Any] = {"block_table": self.tables[i], "context_lens": self.lens, "kpool": shape.kpool}
-        named |= {"picks": shape.topk // shape.kpool, "tickets": self.tickets, "plan": plan}
+        named |= {"picks": shape.topk // shape.kpool, "tickets": self.tickets, "plan": plan, **self.turn}
         return paged_scores(self.q[i], self.weights[i], self.keys, **named)
 
     def arguments(self, i: int) -> dict[str, Any]:
         shape = self.shape
         named = {"block_table": self.tables[i], "context_lens": self.lens, "topk": shape.topk, "kpool": shape.kpool}
-        return named | {"scale": DIM**-0.5, "out": self.out}
+        return named | {"scale": DIM**-0.5, "out": self.out, **self.turn}
 
     def select(self, i: int, *, fused: bool, scoring: ScorePlan, selecting: SelectPlan) -> None:
         physical = PhysicalRows(self.tables[i], self.rows, self.counts) if fused else None
@@ -255,7 +260,7 @@ def check_shape(shape: Shape) -> None:
     if shape.kpool > 1:
         tail, pool = step.tail.clone(), step.keys.clone()
         shared: dict[str, Any] = {"tail": tail, "plan": step.plan, "keys_flat": pool.view(-1, DIM)}
-        keys.write_pools(step.k[0], step.gate[0], step.ape, entries=step.places[0], **shared)
+        keys.write_pools(step.k[0], step.gate[0], step.ape, entries=step.places[0], **shared, **step.norm)
         step.write(0, POOLS_PLAN)
         pooled = step.places[0][step.lens >= 4]  # others have no whole pool
         got, kept = (t.view(-1, DIM)[pooled].float() for t in (step.keys, pool))

@@ -288,6 +288,7 @@ def bench_swiglu(report: Report, tokens: int, inner: int) -> None:
 def bench_rope(report: Report, tokens: int, *, interleaved: bool) -> None:
     heads, dim = 64, 64
     x = [draw(tokens, heads, 192)[..., -dim:] for _ in range(4)]
+    close = [part.contiguous() for part in x]
     angle = torch.rand(tokens, dim // 2, device="cuda") * 6
     cos, sin = angle.cos(), angle.sin()
     floor = (4 * heads * dim + 4 * dim) * tokens / BYTES_PER_US
@@ -302,6 +303,10 @@ def bench_rope(report: Report, tokens: int, *, interleaved: bool) -> None:
 
     measure("torch", rope_torch.apply_rope)
     measure("table", triton_rope.apply_rope)
+    for elements, warps in ((4096, 4), (4096, 8), (1024, 2), (1024, 4), (2048, 8)) if tokens > 1000 else ():
+        measure(f"{elements} elements, {warps} warps", partial(triton_rope.apply_rope, elements=elements, warps=warps))
+    x = close
+    measure("table, contiguous", triton_rope.apply_rope)
 
 
 Job = tuple[int, int, ExpertTiles | RouterTiles]

@@ -41,29 +41,24 @@ BARS = {"mxfp8": (12, 16, 36, 55, 90), "bf16": (12, 18, 42, 65, 105), "fp8_ds_ml
 ROPES = {"mxfp8": 0, "bf16": 0, "fp8_ds_mla": 64}
 SIZES: dict[str, tuple[tuple[int, int, int, int, bool], ...]] = {
     "bf16": (
-        (64, 32, 5, 8, True),
-        (64, 32, 7, 8, True),
-        (64, 32, 7, 8, False),
         (64, 64, 3, 8, True),
-        (64, 64, 3, 8, False),
-        (32, 32, 5, 8, False),
+        (32, 64, 3, 8, False),
         (16, 32, 5, 4, False),
+        (16, 64, 3, 4, False),
     ),
     "mxfp8": (
-        (64, 32, 5, 8, True),
-        (64, 32, 7, 8, True),
-        (64, 64, 3, 8, True),
         (64, 64, 5, 8, True),
-        (64, 64, 5, 8, False),
-        (32, 32, 5, 8, False),
+        (32, 64, 3, 8, False),
         (16, 32, 5, 4, False),
+        (16, 64, 3, 4, False),
+        (16, 64, 3, 8, False),
     ),
     "fp8_ds_mla": (
-        (64, 32, 5, 8, True),
-        (64, 32, 7, 8, True),
         (64, 64, 3, 8, True),
-        (64, 32, 5, 8, False),
+        (32, 64, 3, 8, False),
         (16, 32, 5, 4, False),
+        (16, 64, 3, 4, False),
+        (16, 64, 3, 8, False),
     ),
 }
 """block_h, block_n, stages, warps, parted."""
@@ -124,12 +119,14 @@ def variants(shape: Shape) -> list[Launch]:
         blocks = shape.tokens * -(-shape.heads // block_h)
         fill = max(1, 132 // blocks)
         runs = {1} if blocks >= 132 else {fill, max(1, fill // 2), min(2 * fill, 64)}
-        runs |= {8, 16} if fill > 32 else set()
+        runs |= {16, 33} if fill > 32 else set()
         tiles = -(-shape.width // block_n)
         for splits in sorted({min(count, MAX_SPLITS, tiles) for count in runs}):
             found.append(Launch(splits, block_h, block_n, stages, warps, parted))
             if shape.heads >= 64 and block_h == 64:
-                found.append(Launch(min(splits, -(-shape.width // 64)), 64, 64, 1, 8, False, ordered=True))
+                few = min(splits, -(-shape.width // 64))
+                found.append(Launch(few, 64, 64, 1, 8, False, ordered=True))
+                found.append(Launch(few, 64, 64, 1, 8, False, roles=True))
     chosen = choose_launch(shape.tokens, shape.heads, shape.width, layout_of(shape.layout, shape.rope), MAX_SPLITS)
     if shape.tokens <= 8:
         found.append(replace(chosen, pdl=False))
@@ -237,7 +234,7 @@ def main(path: Path) -> None:
         for us, one in ranked[:3]:
             print(
                 f"    {us:8.1f} us  splits={one.splits} h={one.block_h} n={one.block_n} stages={one.stages} "
-                f"warps={one.warps} parted={one.parted} ordered={one.ordered} pdl={one.pdl}"
+                f"warps={one.warps} parted={one.parted} ordered={one.ordered} roles={one.roles} pdl={one.pdl}"
             )
     path.write_text(
         json.dumps(

@@ -18,6 +18,7 @@ from sidestream.core.sampling_params import SamplingParams
 from sidestream.engine.logit_edits import LogitEdits, unpack_bitmask
 from sidestream.engine.logprobs import TopLogprobs, top_logprobs
 from sidestream.engine.random_stream import uniform
+from sidestream.ops.draw import draw_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +97,15 @@ class Sampler:
         assert logits.shape == (len(rows), self.vocab_size), f"logits {tuple(logits.shape)} for {len(rows)} rows"
         assert logits.dtype is torch.float32, f"logits are {logits.dtype}"
         edits = LogitEdits.collect(rows, self.vocab_size)
-        if edits is None and bitmask is None and all(row.params.greedy for row in rows):
-            peaks, tokens = logits.max(dim=-1)  # the first of equal maxima
-            return Choice(tokens, peaks, None)
+        if edits is None and bitmask is None:
+            return Choice(*_tokens_of(logits, rows), None)
         peaks, edited = logits.amax(dim=-1), logits
         if bitmask is not None:
             edited = edited.masked_fill(~unpack_bitmask(bitmask, self.vocab_size), -math.inf)
         if edits is not None:
             edited = edits.apply(edited)
-        return Choice(_tokens_of(edited, rows), peaks, None if edited is logits else edited.amax(dim=-1))
+        tokens, allowed = _tokens_of(edited, rows)
+        return Choice(tokens, peaks, allowed)
 
     def logprobs(
         self, logits: torch.Tensor, rows: Sequence[SamplingRow], token_ids: Sequence[int]
@@ -128,15 +129,30 @@ def check_peaks(peaks: Sequence[float], allowed: Sequence[float] | None) -> None
     assert not empty, f"masks leave no token to rows {empty}"
 
 
-def _tokens_of(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
-    if len(drawn) == len(rows):
-        return _draw(logits, rows)
-    tokens = logits.argmax(dim=-1)
-    if drawn:
-        index = to_device(drawn, torch.int64, logits.device)
-        tokens.index_copy_(0, index, _draw(logits.index_select(0, index), [rows[i] for i in drawn]))
-    return tokens
+def _tokens_of(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens [S] int64, largest logits [S]); all rows at once but those whose distribution is cut first."""
+    cut = [i for i, row in enumerate(rows) if _is_cut(row.params)]
+    if len(cut) == len(rows):
+        return _draw(logits, rows), logits.amax(dim=-1)
+    settings = None
+    if not all(row.params.greedy or _is_cut(row.params) for row in rows):
+        plain = [(0.0, 0.0) if row.params.greedy or _is_cut(row.params) else _setting(row) for row in rows]
+        settings = to_device(list(zip(*plain, strict=True)), torch.float64, logits.device)
+    tokens, peaks = draw_tokens(logits, settings)
+    if cut:
+        index = to_device(cut, torch.int64, logits.device)
+        tokens.index_copy_(0, index, _draw(logits.index_select(0, index), [rows[i] for i in cut]))
+    return tokens, peaks
+
+
+def _is_cut(params: SamplingParams) -> bool:
+    """Drawn from a part of the distribution, which must be found first."""
+    return not params.greedy and (params.min_p > 0.0 or params.top_k > 0 or params.top_p < 1.0)
+
+
+def _setting(row: SamplingRow) -> tuple[float, float]:
+    """Temperature and uniform number."""
+    return row.params.temperature, uniform(row.seed, row.place)
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -187,7 +203,9 @@ def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:
     return to_device(values, torch.float64, device).unsqueeze(1)
 
 
-def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def to_device(
+    values: Sequence[float] | Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """A short list as a tensor; from page-locked memory where a plain copy would make the host wait for the stream."""
     if device.type == "cuda":
         return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

@@ -27,9 +27,7 @@ LEAST_COLUMNS = 16
 
 def launch_for(rows: int) -> Launch:
     """``depth`` is that of a share, a quarter of it from each stream."""
-    if rows <= 16:
-        return Launch(block=16, shares=128, depth=128, warps=4, finish_warps=4, overlap=True, early=True)
-    return Launch(block=32, shares=64, depth=256, warps=4, finish_warps=4, overlap=True, early=True)
+    return Launch(block=16, shares=128, depth=128, warps=4, finish_warps=4, overlap=True, early=True)
 
 
 def takes(

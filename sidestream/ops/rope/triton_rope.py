@@ -14,13 +14,21 @@ ELEMENTS = 2048
 """Of x in a program; with 4 warps, 16 a thread."""
 
 
-def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+def apply_rope(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool,
+    elements: int = ELEMENTS,
+    warps: int = 4,
+) -> torch.Tensor:
     """``torch_impl.apply_rope`` for at least one token and head."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = x if x.dim() == 3 else x.unsqueeze(1)
     T, heads, width = rows.shape
     half = triton.next_power_of_2(width // 2)
-    block = max(1, min(triton.next_power_of_2(heads), ELEMENTS // (2 * half)))
+    block = max(1, min(triton.next_power_of_2(heads), elements // (2 * half)))
     _rotate[(T, triton.cdiv(heads, block))](
         rows,
         cos,
@@ -36,7 +44,7 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interle
         INTERLEAVED=interleaved,
         HEADS=block,
         HALF=half,
-        num_warps=4,
+        num_warps=warps,
     )
     return out
 
