@@ -6,15 +6,26 @@ and ``glm5_next`` (pools of ``index_kpool`` tokens, no rotation). The indexer is
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sidestream.config.model import ModelConfig
 from sidestream.core.forward_context import get_forward_context
+from sidestream.core.layer_cache import LayerCache
+from sidestream.core.step_inputs import StepInputs
 from sidestream.layers.boundary import break_without_result
 from sidestream.layers.linear import Projection
 from sidestream.layers.loader import LayerLoader
 from sidestream.layers.rope import Rotation
-from sidestream.ops.indexer import pool_keys, select_topk, select_topk_decode, write_keys, write_pools
+from sidestream.ops.indexer import (
+    pool_keys,
+    select_topk,
+    select_topk_decode,
+    write_keys,
+    write_normed_keys,
+    write_pools,
+)
 from sidestream.ops.norm import layer_norm
 from sidestream.ops.rope import apply_rope
 
@@ -90,46 +101,18 @@ class Indexer:
         inputs, cache, indexer = context.inputs, context.caches[self.layer], self.config
         assert cache.index_keys is not None
         rows = inputs.mixer_rows
-        key = layer_norm(key[:rows], self.norm_weight, self.norm_bias, eps=indexer.key_norm_eps)
         query = query[:rows].view(rows, indexer.num_heads, indexer.head_dim)
+        turn: dict[str, Any] = {"cos": None, "sin": None, "interleaved": self.config.rope_interleaved}
         if cos is not None and sin is not None:
-            rotation = (cos[:rows], sin[:rows])
-            key, query = self._rotate(key, rotation), self._rotate(query, rotation)
-        weights = weights[:rows].float() * indexer.num_heads**-0.5
-        flat_keys = cache.index_keys.view(-1, indexer.head_dim)
-        if gate is None or self.ape is None:
-            write_keys(flat_keys, inputs.slot_mapping[:rows], key)
-        elif inputs.uniform:
-            assert inputs.pools is not None
-            assert cache.index_tail is not None
-            write_pools(
-                key,
-                gate[:rows],
-                self.ape,
-                tail=cache.index_tail,
-                plan=inputs.pools.ring,
-                keys_flat=flat_keys,
-                entries=inputs.pools.entries,
-            )
-        else:
-            assert inputs.pools is not None
-            assert cache.index_tail is not None
-            pooled = pool_keys(
-                key,
-                gate[:rows],
-                self.ape,
-                tail=cache.index_tail,
-                plan=inputs.pools.ring,
-                pools=inputs.pools.ends,
-            )
-            write_keys(flat_keys, inputs.pools.entries, pooled)
+            turn |= {"cos": cos[:rows], "sin": sin[:rows]}
+        self._write(inputs, cache, key[:rows], gate[:rows] if gate is not None else None, turn)
         selected = context.index_sink.logical_topk_indices(self.layer)
         topk = selected.shape[1] - indexer.kpool + 1  # the model's, or all of the longest sequence if that is less
         if inputs.uniform:
             assert inputs.context_lens is not None
             select_topk_decode(
                 query,
-                weights,
+                weights[:rows],
                 cache.index_keys,
                 block_table=inputs.block_table,
                 context_lens=inputs.context_lens,
@@ -137,11 +120,12 @@ class Indexer:
                 kpool=indexer.kpool,
                 scale=indexer.head_dim**-0.5,
                 out=selected,
+                **turn,
             )
         else:
             select_topk(
                 query,
-                weights,
+                weights[:rows],
                 cache.index_keys,
                 block_table=inputs.block_table,
                 positions=inputs.positions[:rows],
@@ -151,9 +135,39 @@ class Indexer:
                 kpool=indexer.kpool,
                 scale=indexer.head_dim**-0.5,
                 out=selected,
+                **turn,
             )
         context.index_sink.set_logical_topk_ready(self.layer)
 
-    def _rotate(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        rotated = apply_rope(x[..., : self.rope_dim], *rotation, interleaved=self.config.rope_interleaved)
-        return torch.cat([rotated, x[..., self.rope_dim :]], dim=-1)
+    def _write(
+        self,
+        inputs: StepInputs,
+        cache: LayerCache,
+        key: torch.Tensor,
+        gate: torch.Tensor | None,
+        turn: dict[str, Any],
+    ) -> None:
+        """Normalise, rotate, pool and store this step's keys."""
+        indexer = self.config
+        assert cache.index_keys is not None
+        flat_keys = cache.index_keys.view(-1, indexer.head_dim)
+        norm: dict[str, Any] = {"norm_weight": self.norm_weight, "norm_bias": self.norm_bias}
+        norm["norm_eps"] = indexer.key_norm_eps
+        if gate is None or self.ape is None:
+            write_normed_keys(flat_keys, inputs.slot_mapping[: key.shape[0]], key, **norm, **turn)
+            return
+        assert inputs.pools is not None
+        assert cache.index_tail is not None
+        ring: dict[str, Any] = {"tail": cache.index_tail, "plan": inputs.pools.ring}
+        if turn["cos"] is not None or not inputs.uniform:
+            key = layer_norm(key, self.norm_weight, self.norm_bias, eps=indexer.key_norm_eps)
+            if turn["cos"] is not None:
+                rotated = apply_rope(key[:, : self.rope_dim], turn["cos"], turn["sin"], interleaved=turn["interleaved"])
+                key = torch.cat([rotated, key[:, self.rope_dim :]], dim=-1)
+            norm |= {"norm_weight": None, "norm_bias": None}
+        if inputs.uniform:
+            entries = inputs.pools.entries
+            write_pools(key, gate, self.ape, keys_flat=flat_keys, entries=entries, **norm, **ring)
+        else:
+            pooled = pool_keys(key, gate, self.ape, pools=inputs.pools.ends, **ring)
+            write_keys(flat_keys, inputs.pools.entries, pooled)

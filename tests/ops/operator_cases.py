@@ -14,6 +14,7 @@ from sidestream.core.ring import plan_ring
 from sidestream.core.segment import Segment
 from sidestream.ops import (
     dense_mla,
+    draw,
     hyper_connection,
     index_map,
     indexer,
@@ -35,6 +36,7 @@ from tests.ops.uniform_step import BLOCK, COLUMNS, ROWS, SLOTS, TOPK, TRUE_ROWS,
 
 HEADS, DIM, LATENT, HIDDEN = 3, 12, 32, 24
 MODULES = (
+    draw,
     dense_mla,
     hyper_connection,
     index_map,
@@ -63,6 +65,8 @@ def norm_case(name: str, dtype: torch.dtype) -> Callable[[int], Arguments]:
             return {"x": x, "weight": weight, "bias": step.randn(DIM, dtype=dtype), "eps": 1e-5}
         if name == "gated_rms_norm":
             return {"x": x, "gate": step.randn(ROWS, HEADS, DIM, dtype=dtype), "weight": weight, "eps": 1e-5}
+        if name == "add_rms_norm":
+            return {"x": x[:, 0], "output": step.randn(ROWS, DIM, dtype=dtype), "weight": weight, "eps": 1e-5}
         return {"x": x, "weight": weight, "eps": 1e-5}
 
     return make
@@ -218,6 +222,27 @@ def pool_keys_case(seed: int) -> Arguments:
     return {**made, "plan": step.ring(4, 3), "pools": torch.arange(ROWS)}
 
 
+def quarter_turns(step: Step, pairs: int) -> Arguments:
+    """Angles of whole right angles, whose cosines and sines are -1, 0 or 1."""
+    angles = step.positions[:, None] * torch.arange(1, pairs + 1)
+    return {"cos": (angles * torch.pi / 2).cos().round(), "sin": (angles * torch.pi / 2).sin().round()}
+
+
+def write_normed_keys_case(interleaved: bool, dtype: torch.dtype, dim: int) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        step = Step(seed)
+        norm = {
+            "norm_weight": step.randn(dim, dtype=dtype),
+            "norm_bias": step.randn(dim, dtype=dtype),
+            "norm_eps": 1e-5,
+        }
+        turn = {**quarter_turns(step, dim // 4), "interleaved": interleaved}
+        pool = {"keys_flat": step.pool(dim, dtype=dtype), "rows": entries_of(step, 1)}
+        return {**pool, "k": step.randn(ROWS, dim, dtype=dtype), **norm, **turn}
+
+    return make
+
+
 def write_pools_case(dtype: torch.dtype, dim: int = DIM) -> Callable[[int], Arguments]:
     def make(seed: int) -> Arguments:
         step = Step(seed)
@@ -225,7 +250,12 @@ def write_pools_case(dtype: torch.dtype, dim: int = DIM) -> Callable[[int], Argu
         tail = step.randn(SLOTS * 3, 2 * dim, dtype=dtype)
         tail[:3] = torch.nan
         pool = {"keys_flat": step.pool(dim, kpool=4, dtype=dtype), "entries": entries_of(step, 4)}
-        return {"k": k, "gate": gate, "ape": step.randn(4, dim), "tail": tail, "plan": step.ring(4, 3), **pool}
+        norm = {
+            "norm_weight": step.randn(dim, dtype=dtype),
+            "norm_bias": step.randn(dim, dtype=dtype),
+            "norm_eps": 1e-5,
+        }
+        return {"k": k, "gate": gate, "ape": step.randn(4, dim), "tail": tail, "plan": step.ring(4, 3), **pool, **norm}
 
     return make
 
@@ -258,6 +288,8 @@ def select_case(kpool: int, dtype: torch.dtype, dim: int = DIM) -> Callable[[int
             "kpool": kpool,
             "scale": 0.3,
             "out": torch.zeros(ROWS, TOPK + kpool - 1, dtype=torch.int32),
+            **quarter_turns(step, dim // 4),
+            "interleaved": True,
         }
 
     return make
@@ -272,7 +304,7 @@ def select_mixed_case(seed: int) -> Arguments:
     del made["context_lens"]
     out = made.pop("out")
     positions = step.positions[:TRUE_ROWS]
-    made |= {"q": made["q"][:TRUE_ROWS], "weights": made["weights"][:TRUE_ROWS], "positions": positions}
+    made |= {name: made[name][:TRUE_ROWS] for name in ("q", "weights", "cos", "sin")} | {"positions": positions}
     return {**made, "segments": segments_of(step), "num_decode": TRUE_ROWS, "out": out}
 
 
@@ -425,6 +457,13 @@ def experts_case(dtype: torch.dtype, num_shared: int) -> Callable[[int], Argumen
     return make
 
 
+def draw_case(seed: int) -> Arguments:
+    step = Step(seed)
+    temperatures = torch.arange(ROWS, dtype=torch.float64) % 2  # greedy rows and others in turn
+    numbers = torch.rand(ROWS, generator=step.gen, dtype=torch.float64)
+    return {"logits": step.randn(ROWS, 40) * 2, "settings": torch.stack([temperatures, numbers])}
+
+
 def linear_case(bias: bool) -> Callable[[int], Arguments]:
     def make(seed: int) -> Arguments:
         step = Step(seed)
@@ -441,7 +480,7 @@ def swiglu_case(limit: float | None) -> Callable[[int], Arguments]:
 def _cases() -> Iterator[Case]:
     short = {torch.float32: "fp32", torch.bfloat16: "bf16"}
     for dtype, name in short.items():
-        for which in ("rms_norm", "layer_norm", "gated_rms_norm"):
+        for which in ("rms_norm", "add_rms_norm", "layer_norm", "gated_rms_norm"):
             yield Case(f"norm.{which}", name, norm_case(which, dtype))
         for interleaved in (True, False):
             variant = f"{name}-{'pairs' if interleaved else 'halves'}"
@@ -453,6 +492,9 @@ def _cases() -> Iterator[Case]:
             for kpool in (1, 4):
                 yield Case("indexer.select_topk_decode", f"{name}-kpool{kpool}-{dim}", select_case(kpool, dtype, dim))
             yield Case("indexer.write_pools", f"{name}-{dim}", write_pools_case(dtype, dim))
+            for interleaved in (False, True):
+                case = write_normed_keys_case(interleaved, dtype, dim)
+                yield Case("indexer.write_normed_keys", f"{name}-{dim}-{interleaved}", case)
         for num_shared in (0, 1, 2):
             yield Case("moe.experts", f"{name}-shared{num_shared}", experts_case(dtype, num_shared))
         for rollback in (0, 2):
@@ -483,6 +525,7 @@ def _cases() -> Iterator[Case]:
     yield Case("dense_mla.dense_mla", "", dense_mixed_case, captured=False)
     for num_groups, topk_groups in ((1, 1), (4, 2)):
         yield Case("moe.route", f"{num_groups}-{topk_groups}", route_case(num_groups, topk_groups))
+    yield Case("draw.draw_tokens", "", draw_case)
     for bias in (False, True):
         yield Case("linear.linear", f"bias{bias}", linear_case(bias))
     for limit in (None, 0.7):

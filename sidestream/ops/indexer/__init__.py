@@ -18,12 +18,19 @@ __all__ = [
     "select_topk",
     "select_topk_decode",
     "write_keys",
+    "write_normed_keys",
     "write_pools",
 ]
 
 write_keys = operator("indexer.write_keys", reads=("rows", "k"), writes=("keys_flat",), rows={"keys_flat": "rows"})(
     keys.write_keys
 )
+write_normed_keys = operator(
+    "indexer.write_normed_keys",
+    reads=("rows", "k", "norm_weight", "norm_bias", "cos", "sin"),
+    writes=("keys_flat",),
+    rows={"keys_flat": "rows"},
+)(keys.write_normed_keys)
 pool_keys = operator(
     "indexer.pool_keys",
     reads=("k", "gate", "ape", "tail", "plan", "pools"),
@@ -32,20 +39,20 @@ pool_keys = operator(
 )(keys.pool_keys)
 write_pools = operator(
     "indexer.write_pools",
-    reads=("k", "gate", "ape", "tail", "plan", "entries"),
+    reads=("k", "gate", "ape", "norm_weight", "norm_bias", "tail", "plan", "entries"),
     writes=("tail", "keys_flat"),
     rows={"tail": "plan", "keys_flat": "entries"},
 )(keys.write_pools)
 index_scores = operator("indexer.index_scores", reads=("q", "weights", "keys"))(torch_impl.index_scores)
 select_topk = operator(
     "indexer.select_topk",
-    reads=("q", "weights", "keys", "block_table", "positions"),
+    reads=("q", "weights", "keys", "block_table", "positions", "cos", "sin"),
     writes=("out",),
     rows={"keys": "block_table"},
 )(torch_impl.select_topk)
 select_topk_decode = operator(
     "indexer.select_topk_decode",
-    reads=("q", "weights", "keys", "block_table", "context_lens"),
+    reads=("q", "weights", "keys", "block_table", "context_lens", "cos", "sin"),
     writes=("out",),
     rows={"keys": "block_table"},
 )(decode.select_topk_decode)
@@ -70,14 +77,36 @@ def _write_pools(
     tail: torch.Tensor,
     plan: RingPlan,
     keys_flat: torch.Tensor,
-    entries: torch.Tensor,
+    **others: Any,
 ) -> None:
     if k.is_cuda:
         from sidestream.ops.indexer import triton_keys
 
         if triton_keys.takes_pools(k, gate, tail, keys_flat, plan):
-            return triton_keys.write_pools(k, gate, ape, tail=tail, plan=plan, keys_flat=keys_flat, entries=entries)
-    return keys.write_pools(k, gate, ape, tail=tail, plan=plan, keys_flat=keys_flat, entries=entries)
+            return triton_keys.write_pools(k, gate, ape, tail=tail, plan=plan, keys_flat=keys_flat, **others)
+    return keys.write_pools(k, gate, ape, tail=tail, plan=plan, keys_flat=keys_flat, **others)
+
+
+@write_normed_keys.register("cuda")
+def _write_normed_keys(
+    keys_flat: torch.Tensor,
+    rows: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    **others: Any,
+) -> None:
+    named: dict[str, Any] = {"norm_weight": norm_weight, "norm_bias": norm_bias, "cos": cos, "sin": sin, **others}
+    if k.is_cuda:
+        from sidestream.ops.indexer import triton_keys
+
+        angles = [angle for angle in (cos, sin) if angle is not None]
+        if triton_keys.takes_normed(keys_flat, k, norm_weight, norm_bias, *angles):
+            return triton_keys.write_normed_keys(keys_flat, rows, k, **named)
+    return keys.write_normed_keys(keys_flat, rows, k, **named)
 
 
 @select_topk_decode.register("cuda")

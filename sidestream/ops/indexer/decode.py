@@ -7,6 +7,7 @@ import math
 import torch
 
 from sidestream.ops.decode_groups import scratch_of
+from sidestream.ops.indexer.keys import rotate_leading
 from sidestream.ops.indexer.torch_impl import write_everything, write_positions
 from sidestream.ops.topk import pick_ascending
 
@@ -22,6 +23,9 @@ def select_topk_decode(
     kpool: int,
     scale: float,
     out: torch.Tensor,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    interleaved: bool = False,
     scratch_bytes: int | None = None,
 ) -> None:
     """Select as ``select_topk`` does, for one token of each sequence, with nothing known on the host.
@@ -32,7 +36,7 @@ def select_topk_decode(
 
     Args:
         q: [R, Hi, D] float.
-        weights: [R, Hi] fp32, times Hi ** -0.5 already.
+        weights: [R, Hi] float, without the positive factor that all share, which changes no order.
         keys: [blocks, block_size // kpool, D]; this step's own keys are written already. Entries behind what a row
             sees never influence it, NaN or not.
         block_table: [R, B] int64 or int32; entries behind a sequence's last block must name some block.
@@ -40,6 +44,8 @@ def select_topk_decode(
             selects nothing.
         scale: of the products, positive; it changes no order, so this implementation leaves it out.
         out: [R, topk + kpool - 1] int32, any strides, all written: ascending positions, then -1.
+        cos, sin: [R, at most D / 2] fp32 of queries whose first dimensions are still to be rotated; ``interleaved`` as
+            for ``rope.apply_rope``.
         scratch_bytes: bound on gathered keys and products of one tile of blocks, None for the device's usual one.
             Scores and their order take 28 bytes an entry and row on top.
     """
@@ -52,7 +58,8 @@ def select_topk_decode(
     if block_table.shape[1] * keys.shape[1] <= topk // kpool:
         write_everything(position, out=out)
         return
-    scores = _scores(q.float(), weights.unsqueeze(1), keys, block_table, scratch_of(q, scratch_bytes))
+    q = rotate_leading(q, cos, sin, interleaved=interleaved).float()
+    scores = _scores(q, weights.float().unsqueeze(1), keys, block_table, scratch_of(q, scratch_bytes))
     visible = context_lens[:, None] // kpool if kpool > 1 else context_lens[:, None]
     entry = torch.arange(scores.shape[1], device=scores.device)
     scores.masked_fill_(entry >= visible, math.nan)

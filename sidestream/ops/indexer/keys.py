@@ -5,6 +5,20 @@ from __future__ import annotations
 import torch
 
 from sidestream.core.ring import RingPlan
+from sidestream.ops.norm.torch_impl import layer_norm
+from sidestream.ops.rope.torch_impl import apply_rope
+
+
+def rotate_leading(
+    x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, *, interleaved: bool
+) -> torch.Tensor:
+    """``apply_rope`` of the first dimensions of x [T, H, D] or [T, D], as many as there are angles for; the others as
+    they are. ``cos`` and ``sin`` [T, at most D / 2] fp32, or None."""
+    if cos is None or sin is None:
+        return x
+    width = 2 * cos.shape[-1]
+    rotated = apply_rope(x[..., :width], cos, sin, interleaved=interleaved)
+    return torch.cat([rotated, x[..., width:]], dim=-1)
 
 
 def write_keys(keys_flat: torch.Tensor, rows: torch.Tensor, k: torch.Tensor) -> None:
@@ -17,6 +31,28 @@ def write_keys(keys_flat: torch.Tensor, rows: torch.Tensor, k: torch.Tensor) -> 
     """
     if rows.shape[0]:
         keys_flat.index_copy_(0, rows, k.to(keys_flat.dtype))
+
+
+def write_normed_keys(
+    keys_flat: torch.Tensor,
+    rows: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor,
+    norm_eps: float,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    interleaved: bool,
+) -> None:
+    """``write_keys`` of ``k`` after layer norm and a rotation of its first dimensions, each rounded to its dtype.
+
+    Args:
+        norm_weight, norm_bias: [D].
+        cos, sin: [M, at most D / 2] fp32, None without rotation; ``interleaved`` as for ``rope.apply_rope``.
+    """
+    k = layer_norm(k, norm_weight, norm_bias, eps=norm_eps)
+    write_keys(keys_flat, rows, rotate_leading(k, cos, sin, interleaved=interleaved))
 
 
 def pool_keys(
@@ -71,11 +107,15 @@ def write_pools(
     plan: RingPlan,
     keys_flat: torch.Tensor,
     entries: torch.Tensor,
+    norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
+    norm_eps: float = 0.0,
 ) -> None:
-    """``pool_keys`` and ``write_keys`` of a uniform decode: row r is the one new token of a sequence of its own.
+    """Norm, ``pool_keys`` and ``write_keys`` of a uniform decode: row r is the new token of a sequence of its own.
 
     Args:
-        k, gate, ape: as for ``pool_keys``.
+        k, gate, ape: as for ``pool_keys``, ``k`` before its norm.
+        norm_weight, norm_bias: [D]; None for keys that are normalised already.
         tail: as for ``pool_keys``; no two rows but padding ones share a slot.
         plan: of one token a sequence: ``carry_rows`` [R * (kpool - 1)], ``keep_rows`` [R].
         keys_flat: [N, D], written at ``entries`` only.
@@ -83,4 +123,6 @@ def write_pools(
             means nothing.
     """
     rows = torch.arange(k.shape[0], device=k.device)
+    if norm_weight is not None and norm_bias is not None:
+        k = layer_norm(k, norm_weight, norm_bias, eps=norm_eps)
     write_keys(keys_flat, entries, pool_keys(k, gate, ape, tail=tail, plan=plan, pools=rows))

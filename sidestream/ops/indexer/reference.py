@@ -8,7 +8,31 @@ import torch
 
 from sidestream.core.ring import RingPlan
 from sidestream.core.segment import Segment
+from sidestream.ops.norm.reference import layer_norm
+from sidestream.ops.rope.reference import apply_rope
 from sidestream.ops.topk.reference import topk_ascending
+
+
+def normed_keys(
+    k: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor,
+    norm_eps: float,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    *,
+    interleaved: bool,
+) -> torch.Tensor:
+    """What ``write_normed_keys`` stores, [M, D]."""
+    return rotated(layer_norm(k, norm_weight, norm_bias, eps=norm_eps), cos, sin, interleaved=interleaved)
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, *, interleaved: bool) -> torch.Tensor:
+    """x [T, H, D] or [T, D] with its first dimensions rotated, as many as there are angles for."""
+    if cos is None or sin is None:
+        return x
+    width = 2 * cos.shape[-1]
+    return torch.cat([apply_rope(x[..., :width], cos, sin, interleaved=interleaved), x[..., width:]], dim=-1)
 
 
 def pooled_keys(k: torch.Tensor, gate: torch.Tensor, ape: torch.Tensor) -> torch.Tensor:
@@ -30,9 +54,14 @@ def write_pools(
     plan: RingPlan,
     keys_flat: torch.Tensor,
     entries: torch.Tensor,
+    norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
+    norm_eps: float = 0.0,
 ) -> None:
     """As the fast path, one row after another; a pool that begins before its sequence is left out."""
     dim, carried = k.shape[1], plan.window - 1
+    if norm_weight is not None and norm_bias is not None:
+        k = layer_norm(k, norm_weight, norm_bias, eps=norm_eps)
     for row in range(k.shape[0]):
         members = plan.window_rows[row, :carried]
         ring = tail[plan.carry_rows[row * carried : (row + 1) * carried]].float()
@@ -67,8 +96,12 @@ def select_topk(
     kpool: int,
     scale: float,
     out: torch.Tensor,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    interleaved: bool = False,
 ) -> None:
     """As the fast path, for one token after another; ``num_decode`` does not matter here."""
+    q = rotated(q, cos, sin, interleaved=interleaved)
     assert 0 <= num_decode <= len(segments)
     out.fill_(-1)
     per_block = keys.shape[1]
@@ -97,8 +130,12 @@ def select_topk_decode(
     kpool: int,
     scale: float,
     out: torch.Tensor,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    interleaved: bool = False,
 ) -> None:
     """``select_topk`` of the last token of every context; nothing for a row without one."""
+    q = rotated(q, cos, sin, interleaved=interleaved)
     lengths: list[int] = context_lens.tolist()
     for t, length in enumerate(lengths):
         one, row = slice(t, t + 1), out[t : t + 1]

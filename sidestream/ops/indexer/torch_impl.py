@@ -10,6 +10,7 @@ import torch
 
 from sidestream.core.segment import Segment
 from sidestream.ops.decode_groups import decode_length, group_decodes, scratch_of
+from sidestream.ops.indexer.keys import rotate_leading
 from sidestream.ops.topk import pick_ascending
 
 NUMPY_TOKENS = 32
@@ -54,6 +55,9 @@ def select_topk(
     kpool: int,
     scale: float,
     out: torch.Tensor,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    interleaved: bool = False,
     scratch_bytes: int | None = None,
 ) -> None:
     """Select the token positions that each token attends to.
@@ -64,7 +68,7 @@ def select_topk(
 
     Args:
         q: [T, Hi, D] float.
-        weights: [T, Hi] fp32, times Hi ** -0.5 already.
+        weights: [T, Hi] float, without the positive factor that all share, which changes no order.
         keys: [blocks, block_size // kpool, D]; this step's own keys are written already. Entries behind what a query
             sees never influence it, NaN or not.
         block_table: [R, B] int64 or int32; entries behind a sequence's last block must name some block.
@@ -74,6 +78,8 @@ def select_topk(
         scale: of the products, positive; it changes no order, so this implementation leaves it out.
         out: [rows, topk + kpool - 1] int32, any strides, all written: ascending positions, then -1; rows behind the
             last segment's tokens are -1.
+        cos, sin: [T, at most D / 2] fp32 of queries whose first dimensions are still to be rotated; ``interleaved`` as
+            for ``rope.apply_rope``.
         scratch_bytes: bound on the temporaries of one inner step, None for the device's usual one. The gathered keys of
             a prefill's whole context come on top.
     """
@@ -81,7 +87,8 @@ def select_topk(
     assert scale > 0, f"scale {scale} would change the order of scores"
     assert out.shape[1] == topk + kpool - 1, f"top-k rows of {out.shape[1]}, need {topk + kpool - 1}"
     scratch = scratch_of(q, scratch_bytes)
-    select = _Selection(q, weights, keys, block_table, positions, topk // kpool, kpool, out, scratch)
+    q = rotate_leading(q, cos, sin, interleaved=interleaved)
+    select = _Selection(q, weights.float(), keys, block_table, positions, topk // kpool, kpool, out, scratch)
     length = decode_length(segments, num_decode)
     visible = [segment.end_position // kpool for segment in segments[:num_decode]]
     heads, dim = q.shape[1], q.shape[2]

@@ -72,13 +72,31 @@ def _pages(table, tile, capacity, table_col, PER_BLOCK: tl.constexpr, BLOCK: tl.
     return tl.load(table + (entry // PER_BLOCK) * table_col, mask=entry < capacity, other=0)
 
 
+@triton.jit
+def _rotated(query, where, cos, sin, dims, q_dim, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """``query`` [DIM, HEADS], which was read at ``where``, with its first ROPE dimensions rotated and rounded."""
+    inside = dims < ROPE
+    half: tl.constexpr = ROPE // 2
+    if INTERLEAVED:
+        pair, first = dims // 2, dims % 2 == 0
+        partner = tl.where(first, dims + 1, dims - 1)
+    else:
+        pair, first = dims % half, dims < half
+        partner = tl.where(first, dims + half, dims - half)
+    c = tl.load(cos + pair, mask=inside, other=1.0)
+    s = tl.load(sin + pair, mask=inside, other=0.0)
+    other = tl.load(where + ((partner - dims) * q_dim)[:, None], mask=inside[:, None], other=0.0).to(tl.float32)
+    turned = query.to(tl.float32) * c[:, None] + other * tl.where(first, -s, s)[:, None]
+    return turned.to(query.dtype)
+
+
 @triton.jit(do_not_specialize=["table_row", "capacity", "picks", "splits"])
 def _scores_kernel(
-    q, weights, keys, table, lens, scores, tickets,
+    q, weights, keys, table, lens, cos, sin, scores, tickets,
     q_row, q_head, q_dim, weights_row, weights_head, key_block, key_entry, key_dim, table_row, table_col, lens_stride,
-    scores_row, capacity, picks, splits,
+    cos_row, sin_row, scores_row, capacity, picks, splits,
     KPOOL: tl.constexpr, PER_BLOCK: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    TICKET: tl.constexpr, FP32: tl.constexpr, PDL: tl.constexpr,
+    ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, TICKET: tl.constexpr, FP32: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -92,7 +110,10 @@ def _scores_kernel(
         tl.store(tickets + row, 0)
     if valid > picks:
         head, dims = tl.arange(0, HEADS), tl.arange(0, DIM)
-        query = tl.load(q + row * q_row + head[None, :] * q_head + dims[:, None] * q_dim)
+        where = q + row * q_row + head[None, :] * q_head + dims[:, None] * q_dim
+        query = tl.load(where)
+        if ROPE > 0:
+            query = _rotated(query, where, cos + row * cos_row, sin + row * sin_row, dims, q_dim, ROPE, INTERLEAVED)
         weight = tl.load(weights + row * weights_row + head * weights_head).to(tl.float32)
         if FP32:
             query = query.to(tl.float32)
@@ -142,6 +163,9 @@ def paged_scores(
     kpool: int,
     tickets: torch.Tensor | None,
     plan: ScorePlan,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    interleaved: bool = False,
 ) -> torch.Tensor:
     """[R, B * per_block and up to 15 more] fp32 scores, without ``scale``.
 
@@ -153,11 +177,14 @@ def paged_scores(
     entries = block_table.shape[1] * per_block
     width = -(-entries // 16) * 16  # so that selections can read whole vectors
     scores = torch.empty(rows, width, dtype=torch.float32, device=q.device)
+    angles = (cos, sin) if cos is not None and sin is not None else (scores, scores)
+    assert all(angle.stride(1) == 1 for angle in angles), "angles of a row lie side by side"
     _scores_kernel[rows, plan.splits](
-        q, weights, keys, block_table, context_lens, scores, tickets if tickets is not None else context_lens,
+        q, weights, keys, block_table, context_lens, *angles, scores, tickets if tickets is not None else context_lens,
         *q.stride(), *weights.stride(), *keys.stride(), *block_table.stride(), context_lens.stride(0),
-        width, entries, picks, plan.splits, KPOOL=kpool, PER_BLOCK=per_block, HEADS=heads, DIM=dim,
-        BLOCK=plan.block, TICKET=tickets is not None, FP32=INTERPRETED, PDL=plan.pdl, launch_pdl=plan.pdl,
+        angles[0].stride(0), angles[1].stride(0), width, entries, picks, plan.splits, KPOOL=kpool,
+        PER_BLOCK=per_block, HEADS=heads, DIM=dim, BLOCK=plan.block, ROPE=2 * cos.shape[1] if cos is not None else 0,
+        INTERLEAVED=interleaved, TICKET=tickets is not None, FP32=INTERPRETED, PDL=plan.pdl, launch_pdl=plan.pdl,
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return scores
@@ -174,6 +201,9 @@ def select_topk_decode(
     kpool: int,
     scale: float,
     out: torch.Tensor,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    interleaved: bool = False,
     physical: PhysicalRows | None = None,
     scoring: ScorePlan | None = None,
     selecting: SelectPlan | None = None,
@@ -211,6 +241,9 @@ def select_topk_decode(
             kpool=kpool,
             tickets=tickets,
             plan=scoring if scoring is not None else score_plan(rows, entries, q.shape[1]),
+            cos=cos,
+            sin=sin,
+            interleaved=interleaved,
         )
     select_rows(
         scores,

@@ -40,9 +40,9 @@ _WRITE_ROWS = 16
 
 @triton.jit
 def _write_pools_kernel(
-    k, gate, ape, tail, keys, carry_rows, window_rows, keep_rows, entries,
-    k_row, k_dim, gate_row, gate_dim, ape_row, ape_dim, tail_row, keys_row,
-    KPOOL: tl.constexpr, MEMBERS: tl.constexpr, DIM: tl.constexpr, PDL: tl.constexpr,
+    k, gate, ape, norm_weight, norm_bias, tail, keys, carry_rows, window_rows, keep_rows, entries,
+    k_row, k_dim, gate_row, gate_dim, ape_row, ape_dim, tail_row, keys_row, eps,
+    KPOOL: tl.constexpr, MEMBERS: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     member, dims = tl.arange(0, MEMBERS), tl.arange(0, DIM)
@@ -53,10 +53,17 @@ def _write_pools_kernel(
     keep = tl.load(keep_rows + row)
     entry = tl.load(entries + row)
     bias = tl.load(ape + member[:, None] * ape_row + dims[None, :] * ape_dim, mask=(member < KPOOL)[:, None], other=0.0)
+    if NORM:
+        scale, shift = tl.load(norm_weight + dims).to(tl.float32), tl.load(norm_bias + dims).to(tl.float32)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     own_key, own_gate = tl.load(k + row * k_row + dims * k_dim), tl.load(gate + row * gate_row + dims * gate_dim)
+    if NORM:
+        wide = own_key.to(tl.float32)
+        centred = wide - tl.sum(wide, axis=0) / DIM
+        inverse = tl.rsqrt(tl.sum(centred * centred, axis=0) / DIM + eps)
+        own_key = (centred * inverse * scale + shift).to(k.dtype.element_ty)
     held = tail + ring[:, None] * tail_row + dims[None, :]
     carried = (older & exists)[:, None]
     own = (member == KPOOL - 1)[:, None]
@@ -91,6 +98,61 @@ def _write_keys_kernel(
     tl.store(place, key.to(keys.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _normed(place, dims, norm_weight, norm_bias, mask, mean, inverse):
+    """Normalised elements [ROWS, DIM] of the keys at ``place``, rounded as layer norm rounds."""
+    raw = tl.load(place, mask=mask, other=0.0)
+    scale = tl.load(norm_weight + dims).to(tl.float32)
+    shift = tl.load(norm_bias + dims).to(tl.float32)
+    return ((raw.to(tl.float32) - mean) * inverse * scale + shift).to(raw.dtype)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _write_normed_kernel(
+    keys, rows, k, norm_weight, norm_bias, cos, sin,
+    keys_row, keys_dim, rows_stride, k_row, k_dim, cos_row, sin_row, eps, count,
+    ROWS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    line = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    dims = tl.arange(0, DIM)[None, :]
+    there = line < count
+    row = tl.load(rows + line * rows_stride, mask=there, other=0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    place = k + line * k_row + dims * k_dim
+    wide = tl.load(place, mask=there, other=0.0).to(tl.float32)
+    mean = tl.sum(wide, axis=1, keep_dims=True) / DIM
+    inverse = tl.rsqrt(tl.sum((wide - mean) * (wide - mean), axis=1, keep_dims=True) / DIM + eps)
+    key = _normed(place, dims, norm_weight, norm_bias, there, mean, inverse)
+    if ROPE > 0:
+        half: tl.constexpr = ROPE // 2
+        inside = dims < ROPE
+        if INTERLEAVED:
+            pair, first = dims // 2, dims % 2 == 0
+            partner = tl.where(first, dims + 1, dims - 1)
+        else:
+            pair, first = dims % half, dims < half
+            partner = tl.where(first, dims + half, dims - half)
+        partner = tl.where(inside, partner, dims)
+        c = tl.load(cos + line * cos_row + pair, mask=there & inside, other=1.0)
+        s = tl.load(sin + line * sin_row + pair, mask=there & inside, other=0.0)
+        other = _normed(k + line * k_row + partner * k_dim, partner, norm_weight, norm_bias, there, mean, inverse)
+        turned = key.to(tl.float32) * c + other.to(tl.float32) * tl.where(first, -s, s)
+        key = turned.to(key.dtype)
+    tl.store(keys + row * keys_row + dims * keys_dim, key.to(keys.dtype.element_ty), mask=there)
+
+
+def takes_normed(
+    keys_flat: torch.Tensor, k: torch.Tensor, norm_weight: torch.Tensor, norm_bias: torch.Tensor, *angles: torch.Tensor
+) -> bool:
+    """Whether ``write_normed_keys`` is made for these: float types, a power of two of channels, dense angles."""
+    dim = k.shape[1]
+    floats = all(t.dtype in FLOATS for t in (keys_flat, k, norm_weight, norm_bias))
+    dense = norm_weight.stride(0) == 1 and norm_bias.stride(0) == 1 and all(angle.stride(1) == 1 for angle in angles)
+    return floats and dense and dim >= 16 and dim & (dim - 1) == 0
+
+
 def takes_pools(
     k: torch.Tensor, gate: torch.Tensor, tail: torch.Tensor, keys_flat: torch.Tensor, plan: RingPlan
 ) -> bool:
@@ -111,6 +173,9 @@ def write_pools(
     plan: RingPlan,
     keys_flat: torch.Tensor,
     entries: torch.Tensor,
+    norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
+    norm_eps: float = 0.0,
     launch: KeysPlan = POOLS_PLAN,
 ) -> None:
     """As ``keys.write_pools``, for what ``takes_pools`` accepts."""
@@ -119,11 +184,12 @@ def write_pools(
         return
     indices = (plan.carry_rows, plan.window_rows, plan.keep_rows, entries)
     assert all(index.is_contiguous() for index in indices), "index tensors of a step are contiguous"
+    norm = (norm_weight, norm_bias) if norm_weight is not None and norm_bias is not None else (ape, ape)
     _write_pools_kernel[(rows,)](
-        k, gate, ape, tail, keys_flat, *indices,
-        *k.stride(), *gate.stride(), *ape.stride(), tail.stride(0), keys_flat.stride(0), KPOOL=plan.window,
-        MEMBERS=triton.next_power_of_2(plan.window), DIM=dim, PDL=launch.pdl, launch_pdl=launch.pdl,
-        num_warps=launch.warps,
+        k, gate, ape, *norm, tail, keys_flat, *indices,
+        *k.stride(), *gate.stride(), *ape.stride(), tail.stride(0), keys_flat.stride(0), norm_eps, KPOOL=plan.window,
+        MEMBERS=triton.next_power_of_2(plan.window), DIM=dim, NORM=norm_weight is not None, PDL=launch.pdl,
+        launch_pdl=launch.pdl, num_warps=launch.warps,
     )  # fmt: skip
 
 
@@ -137,4 +203,31 @@ def write_keys(keys_flat: torch.Tensor, rows: torch.Tensor, k: torch.Tensor, *, 
         keys_flat, rows, k, *keys_flat.stride(), rows.stride(0), *k.stride(), count, dim,
         ROWS=together, DIM=triton.next_power_of_2(dim), PDL=launch.pdl, launch_pdl=launch.pdl,
         num_warps=launch.warps if together > 1 else 1,
+    )  # fmt: skip
+
+
+def write_normed_keys(
+    keys_flat: torch.Tensor,
+    rows: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor,
+    norm_eps: float,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    interleaved: bool,
+    launch: KeysPlan = WRITE_PLAN,
+) -> None:
+    """As ``keys.write_normed_keys``, for what ``takes_normed`` accepts."""
+    count, dim = k.shape
+    if count == 0:
+        return
+    together = 1 if count <= 256 else _WRITE_ROWS
+    angles = (cos, sin) if cos is not None and sin is not None else (keys_flat, keys_flat)
+    _write_normed_kernel[(triton.cdiv(count, together),)](
+        keys_flat, rows, k, norm_weight, norm_bias, *angles,
+        *keys_flat.stride(), rows.stride(0), *k.stride(), angles[0].stride(0), angles[1].stride(0), norm_eps, count,
+        ROWS=together, DIM=dim, ROPE=2 * cos.shape[1] if cos is not None else 0, INTERLEAVED=interleaved,
+        PDL=launch.pdl, launch_pdl=launch.pdl, num_warps=launch.warps if together > 1 else 1,
     )  # fmt: skip

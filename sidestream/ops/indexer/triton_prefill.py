@@ -21,6 +21,7 @@ import triton.language as tl
 from sidestream.core.segment import Segment
 from sidestream.ops.decode_groups import decode_length, scratch_of
 from sidestream.ops.indexer import triton_decode
+from sidestream.ops.rope import apply_rope
 from sidestream.ops.topk.triton_select import MAX_BLOCK, SelectPlan, select_plan, select_rows, whole_block
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -196,6 +197,9 @@ def select_topk(
     kpool: int,
     scale: float,
     out: torch.Tensor,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    interleaved: bool = False,
     scratch_bytes: int | None = None,
     scoring: PrefillPlan = DEFAULT_PLAN,
     selecting: SelectPlan | None = None,
@@ -208,6 +212,9 @@ def select_topk(
     assert topk % kpool == 0, f"top-k of {topk} tokens is no whole number of pools of {kpool}"
     assert scale > 0, f"scale {scale} would change the order of scores"
     assert out.shape[1] == topk + kpool - 1, f"top-k rows of {out.shape[1]}, need {topk + kpool - 1}"
+    if cos is not None and sin is not None:
+        turned = apply_rope(q[..., : 2 * cos.shape[1]], cos, sin, interleaved=interleaved)
+        q = torch.cat([turned, q[..., 2 * cos.shape[1] :]], dim=-1)
     picks, per_block, lens = topk // kpool, keys.shape[1], positions + 1
     length = decode_length(segments, num_decode)
     decodes = num_decode * length

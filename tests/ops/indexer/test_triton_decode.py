@@ -6,6 +6,8 @@ with as many ties as they have.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -37,6 +39,7 @@ class Call:
         self.q = torch.randint(-2, 3, (rows, HEADS, DIM)).bfloat16()
         self.q[self.step.context_lens == 0] = torch.nan
         self.weights = torch.randint(-2, 3, (rows, HEADS)).float()
+        self.rotation: dict[str, Any] = {}
 
     def run(
         self, selecting: SelectPlan | None = None, *, mapped: bool = False
@@ -59,6 +62,7 @@ class Call:
             physical=PhysicalRows(table, physical, counts) if mapped else None,
             scoring=SCORES,
             selecting=selecting,
+            **{name: value.to(DEVICE) if name != "interleaved" else value for name, value in self.rotation.items()},
         )
         return out.cpu(), physical.cpu(), counts.cpu()
 
@@ -74,6 +78,7 @@ class Call:
             kpool=self.kpool,
             scale=0.5,
             out=out,
+            **self.rotation,
         )
         return out
 
@@ -106,6 +111,21 @@ def test_physical_rows_from_the_same_launch(kpool: int, plan: SelectPlan) -> Non
     )
     assert torch.equal(physical, want)
     assert torch.equal(counts, want_counts)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("pairs", [4, 16])
+def test_queries_are_rotated(interleaved: bool, pairs: int) -> None:
+    """By quarter turns, which keep integers integers."""
+    call = Call([70, 0, 41, 12], kpool=1, topk=16)
+    unturned = call.run(LISTS)[0]
+    turns = torch.randint(0, 4, (4, pairs)) * torch.pi / 2
+    wide = torch.full((2, 4, pairs + 3), torch.nan)
+    wide[0, :, :pairs], wide[1, :, :pairs] = turns.cos().round(), turns.sin().round()
+    call.rotation = {"cos": wide[0, :, :pairs], "sin": wide[1, :, :pairs], "interleaved": interleaved}
+    got = call.run(LISTS)[0]
+    assert torch.equal(got, call.truth())
+    assert not torch.equal(got, unturned)
 
 
 @pytest.mark.parametrize("kpool", [1, 4])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from sidestream.core.ring import RingPlan, plan_ring
 from sidestream.ops.indexer import reference
-from sidestream.ops.indexer.triton_keys import KeysPlan, write_keys, write_pools
+from sidestream.ops.indexer.triton_keys import KeysPlan, write_keys, write_normed_keys, write_pools
 from tests.ops.triton_mode import DEVICE, INTERPRETED
 from tests.tolerances import BF16_OUTPUT, FP32_ROUNDING
 
@@ -67,17 +69,22 @@ def test_pools_of_growing_sequences(dtype: torch.dtype, kpool: int, rollback: in
     assert keys[0].isfinite().all(), "the padding row's key stays finite"
 
 
-def test_equals_the_reference_for_one_step() -> None:
+@pytest.mark.parametrize("normed", [False, True])
+def test_equals_the_reference_for_one_step(normed: bool) -> None:
     plan = plan_ring([7, 5, 0], [1] * 3, [2, 1, 0], window=4, ring_length=3)
-    k, gate, ape = torch.randn(3, DIM), torch.randn(3, DIM), torch.randn(4, DIM)
+    k, gate, ape = torch.randn(3, DIM) * 3 + 1, torch.randn(3, DIM), torch.randn(4, DIM)
+    norm: dict[str, Any] = {"norm_weight": torch.randn(DIM), "norm_bias": torch.randn(DIM)} if normed else {}
     tail, entries = torch.randn(9, 2 * DIM), torch.tensor([4, 0, 0])
     keys = torch.full((6, DIM), torch.nan)
     want_tail, want_keys = tail.clone(), keys.clone()
-    reference.write_pools(k, gate, ape, tail=want_tail, plan=plan, keys_flat=want_keys, entries=entries)
+    want: dict[str, Any] = {"tail": want_tail, "plan": plan, "keys_flat": want_keys, "entries": entries}
+    reference.write_pools(k, gate, ape, **want, norm_eps=1e-3, **norm)
     tail, keys = tail.to(DEVICE), keys.to(DEVICE)
     inputs = [tensor.to(DEVICE) for tensor in (k, gate, ape)]
-    write_pools(*inputs, tail=tail, plan=to_device(plan), keys_flat=keys, entries=entries.to(DEVICE))
-    assert torch.equal(tail.cpu(), want_tail)
+    norm = {name: tensor.to(DEVICE) for name, tensor in norm.items()}
+    got: dict[str, Any] = {"tail": tail, "plan": to_device(plan), "keys_flat": keys, "entries": entries.to(DEVICE)}
+    write_pools(*inputs, **got, norm_eps=1e-3, **norm)
+    torch.testing.assert_close(tail.cpu(), want_tail, rtol=0.0, atol=FP32_ROUNDING if normed else 0.0)
     torch.testing.assert_close(keys[4].cpu(), want_keys[4], rtol=0.0, atol=FP32_ROUNDING)
     assert keys[[1, 2, 3, 5]].isnan().all()
 
@@ -97,3 +104,21 @@ def test_write_keys(count: int) -> None:
     assert holder[:, 28:].isnan().all()
     write_keys(keys, rows[:0], k[:0])
     assert torch.equal(keys[rows], k.bfloat16())
+
+
+@pytest.mark.parametrize("pairs", [0, 3, 8])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("count", [1, 300])
+def test_write_normed_keys(count: int, interleaved: bool, pairs: int) -> None:
+    """A weight of zero where only the bias and the rotation are left shows each of them."""
+    keys, rows = torch.full((400, DIM), torch.nan, device=DEVICE), torch.randperm(400)[:count]
+    k, weight, bias = torch.randn(count, 2 * DIM)[:, ::2] * 3 + 1, torch.randn(DIM), torch.randn(DIM)
+    weight[::5] = 0.0
+    angles = torch.rand(count, pairs) * 6
+    cos, sin = (angles.cos(), angles.sin()) if pairs else (None, None)
+    want = reference.normed_keys(k, weight, bias, 1e-3, cos, sin, interleaved=interleaved)
+    moved = {"cos": cos, "sin": sin, "norm_weight": weight, "norm_bias": bias}
+    named: dict[str, Any] = {name: t.to(DEVICE) if t is not None else None for name, t in moved.items()}
+    write_normed_keys(keys, rows.to(DEVICE), k.to(DEVICE), **named, norm_eps=1e-3, interleaved=interleaved)
+    torch.testing.assert_close(keys.cpu()[rows], want, rtol=FP32_ROUNDING, atol=FP32_ROUNDING)
+    assert int(keys.isnan().any(dim=1).sum()) == 400 - count

@@ -7,6 +7,7 @@ with as many ties as they have.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ class Call:
         self.keys = torch.where(keys.isnan(), keys, torch.randint(-2, 3, keys.shape).float()).bfloat16()
         self.q = torch.randint(-2, 3, (tokens, HEADS, DIM)).bfloat16()
         self.weights = torch.randint(-2, 3, (tokens, HEADS)).bfloat16()
+        self.rotation: dict[str, Any] = {}
 
     def run(
         self, selecting: SelectPlan | None = WHOLE, *, columns: int = 32, scratch_bytes: int = 1 << 20, extra: int = 0
@@ -56,6 +58,7 @@ class Call:
             scratch_bytes=scratch_bytes,
             scoring=PrefillPlan(columns=columns, block=16, warps=4, stages=2),
             selecting=selecting,
+            **{name: value.to(DEVICE) if name != "interleaved" else value for name, value in self.rotation.items()},
         )
         return out.cpu()
 
@@ -74,6 +77,7 @@ class Call:
             kpool=self.kpool,
             scale=0.5,
             out=out,
+            **self.rotation,
         )
         return out
 
@@ -131,6 +135,19 @@ def test_chunks_select_what_the_whole_prompt_selects() -> None:
             call.paged.token_rows[first:last],
         )
         assert torch.equal(part.run(), whole[first:last])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_queries_are_rotated(interleaved: bool) -> None:
+    """By quarter turns, which keep integers integers; decodes as well as prefills."""
+    call = Call([(33, 1), (20, 9)], 1, kpool=1)
+    unturned = call.run()
+    turns = torch.randint(0, 4, (10, 4)) * torch.pi / 2
+    call.rotation = {"cos": turns.cos().round(), "sin": turns.sin().round(), "interleaved": interleaved}
+    got = call.run()
+    assert torch.equal(got, call.truth())
+    assert not torch.equal(got[1:], unturned[1:])
+    assert not torch.equal(got[0], unturned[0])
 
 
 def test_a_visible_nan_is_taken_last() -> None:
