@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from sidestream import __version__
+from sidestream.cli.bench import app as bench
 from sidestream.cli.doctor import doctor
 from sidestream.cli.generate import generate
 from sidestream.cli.serve import serve
@@ -26,6 +27,7 @@ app.command()(generate)
 app.command()(serve)
 app.command()(doctor)
 app.command()(verify)
+app.add_typer(bench, name="bench")
 
 
 def _version(value: bool) -> None:

@@ -23,6 +23,7 @@ from sidestream.engine.device_memory import DeviceMemory
 from sidestream.engine.held_bytes import bytes_of
 from sidestream.engine.largest_steps import largest_steps
 from sidestream.engine.ledger import CONTEXT, WEIGHTS, Ledger, in_use
+from sidestream.engine.load import Zeros, construct, load_model, weight_bytes
 from sidestream.engine.memory_probe import foresee, make_ready
 from sidestream.engine.pool_sizes import size_pools
 from sidestream.engine.runner import ModelRunner, StepGraphs
@@ -30,15 +31,11 @@ from sidestream.engine.startup_clock import StartupClock
 from sidestream.graphs.dispatch import GraphDispatcher
 from sidestream.graphs.runner import GraphRunner
 from sidestream.graphs.static_buffers import StaticBuffers
-from sidestream.layers.loader import LayerLoader
-from sidestream.layers.parallel import SINGLE
-from sidestream.layers.weight_format import DenseFormat
 from sidestream.models.decoder import DecoderModel
-from sidestream.models.registry import MODELS
 from sidestream.ops.kv_rows import KVRowLayout, kv_row_layout
 from sidestream.streams import InlineBackend, Policy, StreamBackend, Streams
 from sidestream.streams.upload import PackedUpload
-from sidestream.weights import LoadReport, Shard, WeightSource, open_weights
+from sidestream.weights import LoadReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +48,7 @@ class BuiltEngine:
         max_model_len: longest sequence, by the model, the user and the pools.
         startup: phase -> seconds, in order; the first begins with the process.
         memory: of a CUDA device.
+        kernels_at_ready: how many Triton had made ready when the engine was.
     """
 
     config: ResolvedConfig
@@ -65,6 +63,11 @@ class BuiltEngine:
     weight_bytes: int
     startup: Mapping[str, float]
     memory: DeviceMemory | None = None
+    kernels_at_ready: int = 0
+
+    def compiled_after_ready(self) -> tuple[str, ...]:
+        """Kernels that no warm-up met, so that a request had to wait for them; see ``compilations``."""
+        return _kernels(self.config)[self.kernels_at_ready :]
 
     def ledger_now(self) -> Ledger:
         """The ledger as of start, beside what is in use now."""
@@ -99,6 +102,7 @@ def build_engine(
     )
     weights = weight_bytes(config, dtype)
     backend = open_backend(config.device) if backend is None else backend
+    _kernels(config)
     clock.end("config")
     memory = _device_memory(backend)
     foreseen = {} if memory is None else _foresee(config, groups, backend, memory, weights=weights)
@@ -136,6 +140,7 @@ def build_engine(
         weight_bytes=weights,
         startup=clock.phases,
         memory=memory,
+        kernels_at_ready=len(_kernels(config)),
     )
 
 
@@ -157,7 +162,7 @@ def _foresee(
     longest = min(config.max_model_len, blocks * config.block_size) if config.uses_blocks else config.max_model_len
 
     def trial() -> ModelRunner:
-        model = _construct(_Zeros(), config, device=backend.device, dtype=dtype)
+        model = construct(Zeros(), config, device=backend.device, dtype=dtype)
         pools = CachePools(groups, 2, 2, device=backend.device)
         return start_runner(
             model,
@@ -199,7 +204,7 @@ def in_graph_mode(built: BuiltEngine, cudagraph_mode: str, *, observer: LayerObs
         weight_bytes=built.weight_bytes,
         observer=observer,
     )
-    return replace(built, config=config, runner=runner)
+    return replace(built, config=config, runner=runner, kernels_at_ready=len(_kernels(config)))
 
 
 def start_runner(
@@ -239,38 +244,6 @@ def _row_layout(config: ResolvedConfig) -> KVRowLayout:
         rope_dim=mla.qk_rope_head_dim,
         model_dtype=getattr(torch, config.dtype),
     )
-
-
-def load_model(
-    folder: Path, config: ResolvedConfig, *, device: torch.device, dtype: torch.dtype
-) -> tuple[DecoderModel, LoadReport]:
-    """Construct the model from its checkpoint, or from seeded dummy weights."""
-    source = open_weights(folder, config.model, load_format=config.load_format, seed=config.seed)
-    return _construct(source, config, device=device, dtype=dtype), source.finish()
-
-
-class _Zeros:
-    """A source of nothing: every weight is zero."""
-
-    def load(self, name: str, out: torch.Tensor, *, shard: Shard | None = None) -> None:
-        out.zero_()
-
-    def finish(self) -> LoadReport:
-        return LoadReport((), (), {})
-
-
-def weight_bytes(config: ResolvedConfig, dtype: torch.dtype) -> int:
-    """Bytes that the loaded model will take: it is constructed without memory, and counted."""
-    return bytes_of(_construct(_Zeros(), config, device=torch.device("meta"), dtype=dtype))
-
-
-def _construct(
-    source: WeightSource, config: ResolvedConfig, *, device: torch.device, dtype: torch.dtype
-) -> DecoderModel:
-    loader = LayerLoader(
-        source=source, prefix="", dtype=dtype, device=device, format=DenseFormat(dtype, device), group=SINGLE
-    )
-    return MODELS[config.model.architecture](loader, config.model, config.max_model_len)
 
 
 def wire_runner(
@@ -358,6 +331,16 @@ def open_backend(device: str) -> StreamBackend:
     from sidestream.streams.cuda import CudaBackend
 
     return CudaBackend()
+
+
+def _kernels(config: ResolvedConfig) -> tuple[str, ...]:
+    """Kernels that Triton made ready since the first engine of this process was begun."""
+    if config.device != "cuda":
+        return ()
+    from sidestream.engine import compilations
+
+    compilations.watch()
+    return compilations.seen()
 
 
 def _device_memory(backend: StreamBackend) -> DeviceMemory | None:
