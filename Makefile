@@ -11,7 +11,7 @@ help: ## show this list
 
 venv: $(STAMP) ## make the virtual environment with the pinned dependencies
 
-$(STAMP): requirements/dev.txt pyproject.toml
+$(STAMP): $(wildcard requirements/*.txt) pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else "Sidestream needs Python 3.11 to 3.13, $(PYTHON) is %d.%d; set PYTHON=..." % v[:2])'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing pinned dependencies into $(VENV) (once, a few minutes) ..."

@@ -13,6 +13,10 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/dashboard"})
 """What probes, scrapers and browsers read without a key; nothing of a request's content is there."""
 
 
+PATIENCE = 8
+"""Times the limit that is read of a body before the connection is closed on its sender."""
+
+
 class ApiKey:
     """Asks every other path for ``Authorization: Bearer KEY``."""
 
@@ -49,6 +53,7 @@ class BodyLimit:
             return
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > self._limit:
+            await self._read_on(receive)
             await error_answer(self._too_large(int(declared)))(scope, receive, send)
             return
         read = 0
@@ -62,6 +67,15 @@ class BodyLimit:
             return message
 
         await self._app(scope, counted, send)
+
+    async def _read_on(self, receive: Receive) -> None:
+        """Take some of a body that is refused: most clients look at the answer only once they have sent it all."""
+        left = PATIENCE * self._limit
+        while left > 0:
+            message = await receive()
+            if not message.get("more_body", False):
+                return
+            left -= len(message["body"])
 
     def _too_large(self, size: int) -> ApiError:
         return ApiError(413, self._message(size), code="request_too_large")

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+
+def _whole_characters(text: str) -> str:
+    """JSON can spell half a surrogate pair, which is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"holds half a surrogate pair at character {error.start}") from None
+    return text
+
+
+Text: TypeAlias = Annotated[str, AfterValidator(_whole_characters)]
 Integer: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Number: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
 TokenIds: TypeAlias = list[Integer]
@@ -28,7 +39,7 @@ class StreamOptions(Strict):
 class SamplingFields(Strict):
     """What both kinds of completion share; null is the default everywhere. Ranges are checked by ``SamplingParams``."""
 
-    model: str | None = None
+    model: Text | None = None
     n: Integer | None = None
     temperature: Number | None = None
     top_p: Number | None = None
@@ -39,7 +50,7 @@ class SamplingFields(Strict):
     repetition_penalty: Number | None = None
     logit_bias: dict[str, Number] | None = None
     seed: Integer | None = None
-    stop: str | list[str] | None = None
+    stop: Text | list[Text] | None = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -48,13 +59,13 @@ class SamplingFields(Strict):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="Accepted and not used.")
+    user: Text | None = Field(None, description="Accepted and not used.")
 
 
 class CompletionRequest(SamplingFields):
     """Body of ``/v1/completions``."""
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: Text | list[Text] | TokenIds | list[TokenIds]
     best_of: Integer | None = Field(None, description="Must equal n.")
     echo: bool | None = None
     logprobs: Integer | None = None
@@ -65,7 +76,7 @@ class TextPart(Strict):
     """One part of a message's content."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(BaseModel):
@@ -73,16 +84,16 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: str
-    content: str | list[TextPart] | None = None
+    role: Text
+    content: Text | list[TextPart] | None = None
     tool_calls: list[dict[str, Any]] | None = None
 
 
 class FunctionDefinition(Strict):
     """A function that the model may call."""
 
-    name: str = Field(min_length=1, max_length=256)
-    description: str | None = None
+    name: Text = Field(min_length=1, max_length=256)
+    description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
@@ -97,7 +108,7 @@ class Tool(Strict):
 class FunctionName(Strict):
     """Names one of the request's functions."""
 
-    name: str
+    name: Text
 
 
 class NamedTool(Strict):
@@ -120,16 +131,16 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: dict[str, str] | None = Field(None, description="Accepted and not used.")
     store: bool | None = Field(None, description="Accepted and not used.")
-    service_tier: str | None = Field(None, description="Accepted and not used.")
-    safety_identifier: str | None = Field(None, description="Accepted and not used.")
-    prompt_cache_key: str | None = Field(None, description="Accepted and not used.")
+    service_tier: Text | None = Field(None, description="Accepted and not used.")
+    safety_identifier: Text | None = Field(None, description="Accepted and not used.")
+    prompt_cache_key: Text | None = Field(None, description="Accepted and not used.")
 
 
 class TokenizeRequest(Strict):
     """Body of ``/tokenize``: text, or a conversation for the chat template."""
 
-    model: str | None = None
-    prompt: str | None = None
+    model: Text | None = None
+    prompt: Text | None = None
     messages: list[Message] | None = Field(None, min_length=1)
     tools: list[Tool] | None = None
     add_special_tokens: bool = True
@@ -140,6 +151,6 @@ class TokenizeRequest(Strict):
 class DetokenizeRequest(Strict):
     """Body of ``/detokenize``."""
 
-    model: str | None = None
+    model: Text | None = None
     tokens: TokenIds
     skip_special_tokens: bool = False
