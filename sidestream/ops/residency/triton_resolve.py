@@ -52,13 +52,12 @@ def _resolve_kernel(
         tl.store(counts + token, found)
         written = tl.load(positions + token)
         stale = tl.load(place + written, mask=found > 0, other=-1)
-        held = (stale >= 0) & (stale < num_slots)
-        held &= tl.load(owner + stale, mask=held, other=-1) == written
-        tl.store(owner + stale, -1, mask=held)
+        inside = (stale >= 0) & (stale < num_slots)
+        tl.store(owner + stale, -1, mask=inside & (tl.load(owner + stale, mask=inside, other=-1) == written))
         pages = table + tl.load(table_rows + token) * table_row
         block = tl.load(pages + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
-        row = tl.where(valid, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
-        tl.store(out + token * out_row + column, row, mask=(column < width) & (block >= 0))
+        at = tl.where(valid, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+        tl.store(out + token * out_row + column, at, mask=(column < width) & (block >= 0))
         asked_of_host += tl.sum((valid & (block < 0)).to(tl.int32), axis=0)
     tl.store(misses + request, 0)
     if asked_of_host > 0:
