@@ -34,6 +34,7 @@ class Ladder:
     def __init__(self, streams: Streams, side: Stream, name: str, *, rungs: int, busy: int) -> None:
         self.streams, self.side, self.rungs, self.busy = streams, side, rungs, busy
         self.x, self.y = (torch.zeros(4096, device=streams.backend.device) for _ in range(2))
+        streams.backend.synchronize()
         self.handoffs = [
             (
                 Handoff(streams, f"{name}, there {i}", producer="segment", consumers=("side stream",)),
@@ -46,7 +47,7 @@ class Ladder:
         """The step, to be run on the compute stream."""
         self.streams.begin_step()
         self.forward()  # loads the kernels
-        torch.cuda.synchronize()
+        self.streams.backend.synchronize()
         self.streams.begin_step()
         replay = captured(self.streams, self.forward, full=full)
 

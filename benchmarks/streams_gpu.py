@@ -34,7 +34,7 @@ from typing import Any, cast
 import torch
 
 from benchmarks.breaks_gpu import breaks
-from benchmarks.gpu_steps import captured, cycles_per_us, spin, wall_us
+from benchmarks.gpu_steps import STEPS, captured, cycles_per_us, spin, wall_us
 from sidestream import __version__
 from sidestream.attention.index_group import SparseMLAIndexGroup
 from sidestream.config.engine import EngineConfig
@@ -52,7 +52,6 @@ TOPK_US = 10.0
 CONVERSIONS_US = (10.0, 50.0, 200.0)
 BEHIND_US = (50.0, 100.0, 200.0)
 ROUNDS = 12
-DECODE_STEPS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ class GroupSteps:
             for i in range(GROUPS)
         ]
         self.seen = torch.zeros(8, 64, dtype=torch.int64, device=streams.backend.device)
-        torch.cuda.synchronize()
+        streams.backend.synchronize()
 
     def forward(self) -> None:
         for group in self.groups:
@@ -128,7 +127,7 @@ class GroupSteps:
         with self.streams.backend.use(self.streams.compute):
             self.begin()
             self.forward()
-            torch.cuda.synchronize()
+            self.streams.backend.synchronize()
             self.begin()
             replay = captured(self.streams, self.forward, full=full)
 
@@ -277,46 +276,55 @@ def in_mode(built: BuiltEngine, mode: str) -> Any:
 
 
 def decode(built: BuiltEngine, batches: Sequence[int], context: int) -> list[dict[str, Any]]:
-    """Milliseconds of a decode step, logits included, by graph mode. Of mixed batches one size is captured only."""
-    built = replace(built, config=replace(built.config, max_capture_tokens=1))
+    """Milliseconds of a decode step, logits included, by graph mode: in a row, each launched while the one before it
+    runs, as the engine core does; and alone, from an idle device, which adds the host's time up to the first kernels.
+    Sizes up to the largest batch are captured, and of mixed batches one."""
+    config = replace(built.config, max_capture_tokens=1, max_num_seqs=max(batches))
     rows: list[dict[str, Any]] = []
     for mode in ("none", "piecewise", "full"):
-        engine = in_graph_mode(built, mode)
+        engine = in_graph_mode(replace(built, config=config), mode)
         rows += [_decode_row(engine, mode, batch, context) for batch in batches]
         del engine
         gc.collect()
         torch.cuda.empty_cache()
-    full = {row["batch"]: row["ms"] for row in rows if row["mode"] == "full"}
+    full = {row["batch"]: row for row in rows if row["mode"] == "full"}
     for row in rows:
-        row["to_full"] = row["ms"] / full[row["batch"]]
+        for key in ("ms", "alone_ms"):
+            row[f"{key}_to_full"] = row[key] / full[row["batch"]][key]
         print(
-            f"  {row['mode']:10} batch {row['batch']:3}: {row['ms']:7.3f} ms, host {row['host_ms']:6.3f} ms, "
-            f"{row['to_full']:5.3f} x full",
+            f"  {row['mode']:9} batch {row['batch']:2}: in a row {row['ms']:7.3f} ms ({row['ms_to_full']:5.3f} x), "
+            f"alone {row['alone_ms']:7.3f} ms ({row['alone_ms_to_full']:5.3f} x full), host {row['host_ms']:6.3f} ms",
             flush=True,
         )
     return rows
 
 
 def _decode_row(engine: BuiltEngine, mode: str, batch: int, context: int) -> dict[str, Any]:
-    times, hosts = [], []
-    per = -(-(context + DECODE_STEPS) // engine.config.block_size)
-    for step in range(DECODE_STEPS):
-        blocks = [tuple(range(1 + i * per, 1 + (i + 1) * per)) for i in range(batch)]
-        chunks = [Chunk(str(i), context + step, 1, own, i + 1, True, True) for i, own in enumerate(blocks)]
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
+    per = -(-(context + 1) // engine.config.block_size)
+    blocks = [tuple(range(1 + i * per, 1 + (i + 1) * per)) for i in range(batch)]
+    chunks = [Chunk(str(i), context, 1, own, i + 1, True, True) for i, own in enumerate(blocks)]
+
+    def step() -> None:
         with engine.runner.on_device():
             engine.runner.logits(engine.runner.forward(chunks, [7] * batch), range(batch))
-        issued = time.perf_counter()
+
+    for _ in range(STEPS):
+        step()
+    alone, hosts = [], []
+    for _ in range(3 * STEPS):
         torch.cuda.synchronize()
-        times.append(time.perf_counter() - begun)
-        hosts.append(issued - begun)
+        begun = time.perf_counter()
+        step()
+        hosts.append(time.perf_counter() - begun)
+        torch.cuda.synchronize()
+        alone.append(time.perf_counter() - begun)
     return {
         "mode": mode,
         "batch": batch,
         "context": context,
-        "ms": 1e3 * statistics.median(times[10:]),
-        "host_ms": 1e3 * statistics.median(hosts[10:]),
+        "ms": 1e-3 * statistics.median(wall_us(step) for _ in range(ROUNDS)),
+        "alone_ms": 1e3 * statistics.median(alone),
+        "host_ms": 1e3 * statistics.median(hosts),
     }
 
 
@@ -324,7 +332,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", default="")
-    parser.add_argument("--only", choices=["overlap", "breaks", "model"])
+    parser.add_argument("--only", choices=["overlap", "breaks", "model", "decode"])
     args = parser.parse_args()
     backend = CudaBackend()
     results: dict[str, Any] = {
@@ -345,15 +353,14 @@ def main() -> None:
         section("breaks", lambda: breaks(backend))
     if args.only in (None, "overlap"):
         section("overlap", lambda: overlap(backend))
-    if args.only in (None, "model"):
+    if args.only in (None, "model", "decode"):
         with tempfile.TemporaryDirectory() as folder:
             started = time.perf_counter()
             built = slice_engine(Path(folder), 64)
             print(f"slice A loaded in {time.perf_counter() - started:.1f} s")
-            section("capture", lambda: capture(built))
-            gc.collect()
-            torch.cuda.empty_cache()
             section("decode", lambda: decode(built, (1, 8, 32), 2048))
+            if args.only != "decode":
+                section("capture", lambda: capture(built))
 
 
 if __name__ == "__main__":

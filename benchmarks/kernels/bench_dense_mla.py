@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from sidestream.ops.dense_mla import decode
+from sidestream.core.segment import Segment
+from sidestream.ops.dense_mla import decode, triton_mixed
 from sidestream.ops.dense_mla.triton_decode import MAX_SPLITS, dense_mla_decode
 from sidestream.ops.kv_rows import kv_row_layout, pack_rows, write_rows
 from sidestream.ops.sparse_mla.triton_launch import Launch, choose_launch
@@ -39,6 +40,14 @@ SIZES = (
 )
 """block_h, block_n, stages, warps, parted."""
 POOL_BLOCKS = 16_385
+CHUNKS = ((8192, 0), (2048, 30_720), (64, 8128), (16, 131_056))
+"""Tokens and the position they start at."""
+CHUNK_LAUNCHES = (
+    Launch(1, 64, 64, 1, 8, False, roles=True),
+    Launch(4, 64, 64, 1, 8, False, roles=True),
+    Launch(16, 64, 64, 1, 8, False, roles=True),
+    Launch(1, 64, 64, 3, 8, True),
+)
 
 
 def call(step: dict[str, torch.Tensor], launch: Launch | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,6 +122,38 @@ def variants(rows: int, context: int) -> list[Launch]:
     return list(dict.fromkeys(found))
 
 
+def time_chunks(pool: torch.Tensor) -> list[dict[str, Any]]:
+    """Chunks of one sequence: microseconds of each way to launch, the table's choice first."""
+    results = []
+    for tokens, start in CHUNKS:
+        blocks = -(-(start + tokens) // BLOCK)
+        table = torch.randperm(pool.shape[0] // BLOCK - 1, device="cuda")[None, :blocks] + 1
+        q = torch.randn(tokens, HEADS, LATENT + ROPE, device="cuda").bfloat16()
+        pairs = tokens * start + tokens * (tokens + 1) / 2
+        floor = 2 * pairs * HEADS * (2 * LATENT + ROPE) / FLOPS_PER_S * 1e6
+        for launch in (None, *CHUNK_LAUNCHES):
+
+            def run(i: int, q: Any = q, table: Any = table, start: Any = start, launch: Any = launch) -> None:
+                segments = [Segment(0, q.shape[0], 0, start)]
+                triton_mixed.dense_mla(
+                    q,
+                    pool,
+                    block_table=table,
+                    segments=segments,
+                    num_decode=0,
+                    block_size=BLOCK,
+                    scale=SCALE,
+                    layout=LAYOUT,
+                    launch=launch,
+                )
+
+            us = time_us(run, calls=3)
+            print(f"chunk of {tokens} from {start}: {us:.1f} us, floor {floor:.1f} ({floor / us:.2f}), {launch}")
+            sizes = None if launch is None else asdict(launch)
+            results.append({"tokens": tokens, "start": start, "us": us, "floor": floor, "launch": sizes})
+    return results
+
+
 def time_writes() -> list[dict[str, Any]]:
     results = []
     for name, rope in (("bf16", ROPE), ("bf16", 0), ("fp8_ds_mla", ROPE), ("mxfp8", 0)):
@@ -173,7 +214,7 @@ def main(path: Path) -> None:
                 f"warps={one.warps} parted={one.parted} ordered={one.ordered} roles={one.roles}"
             )
         times += [{"rows": rows, "context": context, "floor": floor, "us": us, **asdict(one)} for us, one in timed]
-    path.write_text(json.dumps({"dense": times, "writes": time_writes()}, indent=1))
+    path.write_text(json.dumps({"dense": times, "chunks": time_chunks(pool), "writes": time_writes()}, indent=1))
     print(f"{time.time() - began:.0f} s in all")
 
 
