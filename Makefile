@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help venv generate test gpu-test check format lint types bench-cpu gpu-bench-streams gpu-bench-decode clean
+.PHONY: help venv generate test gpu-test check format lint types bench-cpu gpu-bench gpu-bench-streams gpu-bench-decode clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,6 +41,9 @@ types: $(STAMP) ## mypy, strict
 
 bench-cpu: $(STAMP) ## compare with transformers on this CPU
 	$(BIN)/python benchmarks/cpu_vs_transformers.py
+
+gpu-bench: ## run every benchmark on a GPU, print one table, write benchmarks/results/h200-DATE.json
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu_bench.py
 
 gpu-bench-streams: ## measure on a GPU what breaks cost and handoffs hide, with PYTHON as it is
 	PYTHONPATH=. $(PYTHON) benchmarks/streams_gpu.py --json benchmarks/results/streams-gpu.json

@@ -19,6 +19,7 @@ from sidestream.config.engine import EngineConfig
 from sidestream.config.model import AttentionKind, IndexerKind, ModelConfig
 from sidestream.config.resolved import ResolvedConfig, resolve, resolve_cudagraph_mode
 from sidestream.core.protocols import LayerObserver
+from sidestream.engine.compile_steps import compile_steps
 from sidestream.engine.device_memory import DeviceMemory
 from sidestream.engine.held_bytes import bytes_of
 from sidestream.engine.largest_steps import largest_steps
@@ -180,6 +181,7 @@ def _foresee(
         memory,
         vocab_size=config.model.vocab_size,
         counted=weights + groups.bytes_total(2, 2),
+        first=compile_steps(config, longest=longest),
     )
 
 
@@ -297,9 +299,9 @@ def step_graphs(config: ResolvedConfig, streams: Streams, *, max_model_len: int)
         max_num_batched_tokens=min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len),
         max_capture_tokens=config.max_capture_tokens,
     )
-    most = dispatcher.mixed_sizes[-1]
+    most = max((plan.key.tokens for plan in dispatcher.captures()), default=1)
     buffers = StaticBuffers(most, streams.backend.device, fewer_rows={"logits": dispatcher.decode_sizes[-1]})
-    rows = PackedUpload(streams.backend, most + ROW_BUCKET)
+    rows = PackedUpload(streams.backend, dispatcher.mixed_sizes[-1] + ROW_BUCKET)
     return StepGraphs(dispatcher, GraphRunner(streams, buffers, debug=config.graph_debug), rows)
 
 

@@ -6,12 +6,14 @@ changes how much memory a step needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 from sidestream.core.batch import Chunk
 from sidestream.core.cudagraph_mode import CUDAGraphMode
+from sidestream.core.sampling_params import SamplingParams
 from sidestream.engine.device_memory import DeviceMemory, release
-from sidestream.engine.largest_steps import run_step
 from sidestream.engine.ledger import (
     ACTIVATIONS,
     CONTEXT,
@@ -24,7 +26,8 @@ from sidestream.engine.ledger import (
     STATIC,
 )
 from sidestream.engine.runner import ModelRunner
-from sidestream.graphs.dispatch import StepPlan
+from sidestream.engine.scratch_steps import run_step
+from sidestream.graphs.dispatch import GraphDispatcher, StepPlan
 
 RESERVE_BYTES = 128 * 2**20
 """Kept free for what differs between the trial and the engine: kernels of sizes that the trial does not run."""
@@ -93,15 +96,20 @@ def foresee(
     *,
     vocab_size: int,
     counted: int,
+    first: Iterable[tuple[Sequence[Chunk], SamplingParams]] = (),
 ) -> dict[str, int]:
     """Bytes of every part but weights and caches, by name.
 
     Args:
         make: a runner over weights of zero and the smallest caches.
         steps: that the engine will be made ready with.
+        first: other steps, run once in the process, so that their kernels are compiled and counted.
         counted: bytes of those weights and caches.
     """
     runner = make()
+    with _without_graphs(runner), runner.on_device():
+        for step, params in first:
+            run_step(runner, step, vocab_size=vocab_size, params=params)
     shapes = telling_shapes(runner, steps)
     parts = make_ready(runner, steps, memory, vocab_size=vocab_size, counted=counted, shapes=shapes)
     del runner
@@ -109,3 +117,17 @@ def foresee(
     left = memory.segments().live  # constants that the engine will use too, and workspaces of streams that are gone
     libraries = memory.beside_torch() - memory.context
     return parts | {KEPT: left + parts[KEPT], LIBRARIES: libraries, RESERVE: RESERVE_BYTES}
+
+
+@contextmanager
+def _without_graphs(runner: ModelRunner) -> Iterator[None]:
+    """Steps of the block run kernel by kernel, whatever graphs the runner will have, padded as ever."""
+    graphs = runner.graphs
+    if graphs is not None:
+        sizes = graphs.dispatcher
+        limits = {"max_num_seqs": sizes.decode_sizes[-1], "max_num_batched_tokens": sizes.mixed_sizes[-1]}
+        runner.graphs = replace(graphs, dispatcher=GraphDispatcher("none", **limits))
+    try:
+        yield
+    finally:
+        runner.graphs = graphs

@@ -97,6 +97,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> FakeMemory:
     monkeypatch.setattr(ModelRunner, "capture", captured)
     monkeypatch.setattr(memory_probe, "run_step", ran)
     monkeypatch.setattr(build, "load_model", loaded)
+    monkeypatch.setattr(build, "compile_steps", lambda config, longest: iter(()))  # slow where all is simulated
     monkeypatch.setattr(build, "CachePools", allocated)
     return fake
 
