@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,19 @@ ROW_BUCKET = 8
 
 Array = npt.NDArray[np.int64]
 Place = Callable[[Sequence[Array]], list[torch.Tensor]]
+
+
+class KVPlaces(Protocol):
+    """Where the KV rows of blocks are, if they may leave the device."""
+
+    @property
+    def table(self) -> Array:
+        """[num_blocks]: a place on the device, or -1 - a place in the host pool."""
+        ...
+
+    def seats(self, chunks: Sequence[Chunk]) -> list[int]:
+        """Whose hot slots each chunk has; 0 for prefills."""
+        ...
 
 
 def place_on_host(arrays: Sequence[Array]) -> list[torch.Tensor]:
@@ -41,6 +55,7 @@ class StepInputsBuilder:
         max_model_len: longest sequence; 0 is all that ``max_blocks`` hold.
         place: brings arrays to the device: ``place_on_host`` or ``PackedUpload.place``.
         capturable: graph segments may hold this device's steps, so their work covers padding rows too.
+        kv_places: None where all KV rows are on the device for good, in the place of their block.
     """
 
     block_size: int
@@ -51,6 +66,7 @@ class StepInputsBuilder:
     max_model_len: int = 0
     place: Place = place_on_host
     capturable: bool = False
+    kv_places: KVPlaces | None = None
 
     def upload_elements(self, *, max_seqs: int, max_tokens: int) -> int:
         """int64 elements that ``PackedUpload`` needs for any step of at most these counts, padding included."""
@@ -59,6 +75,8 @@ class StepInputsBuilder:
         for window in windows:
             sizes += [max_seqs * (window - 1), max_tokens * window, max_tokens, max_tokens]
         sizes += [max_tokens, max_tokens]
+        if self.kv_places is not None:
+            sizes += [(max_seqs + 1) * max(self.max_blocks, 1), max_tokens]
         return PackedUpload.elements([size + 1 for size in sizes])
 
     def build(
@@ -109,10 +127,11 @@ class StepInputsBuilder:
             ids,
             positions,
             token_rows,
-            blocks * self.block_size + place,
+            self._in_pool(blocks) * self.block_size + place,
             block_table,
             None,
             self._sources(sources, padded),
+            self._seats(chunks, sequences),
         )
         return self._assemble(
             layout,
@@ -160,10 +179,11 @@ class StepInputsBuilder:
             ids,
             positions,
             token_rows,
-            blocks * self.block_size + place,
+            self._in_pool(blocks) * self.block_size + place,
             block_table,
             context_lens,
             self._sources(sources, rows),
+            self._seats(chunks, rows),
         )
         return self._assemble(
             layout,
@@ -210,6 +230,17 @@ class StepInputsBuilder:
             table[row, : len(chunk.block_ids)] = chunk.block_ids
         return table
 
+    def _in_pool(self, blocks: Array) -> Array:
+        """Places of blocks' KV rows."""
+        return blocks if self.kv_places is None else self.kv_places.table[blocks]
+
+    def _seats(self, chunks: Sequence[Chunk], rows: int) -> Array | None:
+        if self.kv_places is None:
+            return None
+        seats = np.zeros(rows, dtype=np.int64)
+        seats[: len(chunks)] = self.kv_places.seats(chunks)
+        return seats
+
     def _entries(self, positions: Array, blocks: Array) -> Array:
         """Rows of the flat index keys for the pools that end at ``positions``."""
         return blocks * (self.block_size // self.kpool) + positions % self.block_size // self.kpool
@@ -239,13 +270,15 @@ class StepInputsBuilder:
         arrays += [layout.block_table, slots, starts]
         arrays += [tensor.numpy() for plan in plans.values() for tensor in plan.tensors]
         arrays += [ends, entries] if self.kpool > 1 else []
-        arrays += [extra for extra in (layout.context_lens, layout.sources) if extra is not None]
+        hosted = [self._in_pool(layout.block_table), layout.seats] if layout.seats is not None else []
+        arrays += [*hosted, *(extra for extra in (layout.context_lens, layout.sources) if extra is not None)]
         placed = iter(self.place(arrays))
         ids, positions, token_rows, slot_mapping, table, slots_dev, starts_dev = (next(placed) for _ in range(7))
         rings: dict[int, RingPlan] = {
             window: plan.moved([next(placed) for _ in plan.tensors]) for window, plan in plans.items()
         }
         pools = PoolPlan(rings[self.kpool], next(placed), next(placed)) if self.kpool > 1 else None
+        kv_table, seats = (next(placed), next(placed)) if hosted else (table, None)
         return StepInputs(
             num_tokens=num_tokens,
             num_padded_tokens=padded,
@@ -257,6 +290,8 @@ class StepInputsBuilder:
             token_rows=token_rows,
             slot_mapping=slot_mapping,
             block_table=table,
+            kv_table=kv_table,
+            seats=seats,
             context_lens=next(placed) if uniform else None,
             sources=next(placed) if layout.sources is not None else None,
             block_size=self.block_size,
@@ -271,7 +306,8 @@ class StepInputsBuilder:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Host arrays of a step's rows; ``context_lens`` in a uniform step, ``sources`` where tokens are unknown."""
+    """Host arrays of a step's rows; ``context_lens`` in a uniform step, ``sources`` where tokens are unknown, ``seats``
+    with a host pool."""
 
     token_ids: Array
     positions: Array
@@ -280,3 +316,4 @@ class _Layout:
     block_table: Array
     context_lens: Array | None
     sources: Array | None
+    seats: Array | None

@@ -43,6 +43,10 @@ class StepInputs:
         sources: [Tp] int64 rows of the last step's sampled tokens that stand in for token ids the host does not know
             yet, or -1; None where it knows all.
         block_table: [R + 1, B] int64; [Tp, B] in a uniform step.
+        kv_table: the same shape: where the KV rows of those blocks are: a place on the device, or -1 - a place in the
+            host pool. The block table itself where nothing ever leaves the device.
+        seats: [R] or [Tp] int64, whose hot slots each sequence has; 0 for padding and for prefills. None without a
+            host pool.
         context_lens: [Tp] int64 in a uniform step, the tokens that a row may see, its own included; else None.
         segments: one a sequence, in flat order; the first ``num_decode`` are continuations of one length.
         slots, starts: [R] or [Tp] int64, each sequence's state slot and its first position in this step.
@@ -62,6 +66,8 @@ class StepInputs:
     token_rows: torch.Tensor
     slot_mapping: torch.Tensor
     block_table: torch.Tensor
+    kv_table: torch.Tensor
+    seats: torch.Tensor | None
     context_lens: torch.Tensor | None
     block_size: int
     segments: tuple[Segment, ...]
@@ -98,6 +104,8 @@ class StepInputs:
         assert self.context_lens is not None
         for name in ("token_rows", "slot_mapping", "block_table", "context_lens", "slots", "starts"):
             tensors[name] = getattr(self, name)
+        if self.seats is not None:
+            tensors |= {"kv_table": self.kv_table, "seats": self.seats}
         rings = {"conv": self.conv, "pools": self.pools.ring if self.pools is not None else None}
         for name, ring in rings.items():
             if ring is not None:

@@ -1,0 +1,223 @@
+"""Where each KV block lies: on the device, or in the host pool once the device is short of room.
+
+Sequences, the prefix cache and the index keys know blocks by one number for life. Only the KV rows of a block move, and
+only this module knows where they are: a step asks before it runs, and is told what must be copied.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sidestream.core.batch import SCRATCH_BLOCK, Chunk
+from sidestream.errors import CapacityError
+
+
+@dataclass(frozen=True, slots=True)
+class Spill:
+    """A block's rows are copied from the device to the host pool; the numbers are those of the two pools."""
+
+    device: int
+    host: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """What a step copies.
+
+    Attributes:
+        now: before the step runs, since it writes to those places of the device.
+        ahead: while it runs; the places are free for the step behind it.
+    """
+
+    now: tuple[Spill, ...] = ()
+    ahead: tuple[Spill, ...] = ()
+
+
+class BlockPlacement:
+    """Places for ``num_device - 1 + num_host`` blocks; place 0 of the device is scratch and holds block 0.
+
+    A block gets a place on the device when a step first writes to it and keeps it while there is room. When less than
+    ``watermark`` places are free, full blocks are copied to the host, those written or taken over longest ago first.
+    What a step writes to stays on the device, as does every block that is not full.
+
+    Args:
+        is_dead: whether a block has neither an owner nor content that anybody could ask for.
+    Attributes:
+        table: [num_blocks] int64: the place on the device, or -1 - the place in the host pool; scratch for blocks that
+            hold nothing.
+        num_spilled: blocks copied to the host so far.
+    Raises:
+        CapacityError: there would be no place beside scratch.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_device: int,
+        num_host: int,
+        block_size: int,
+        watermark: int = 0,
+        is_dead: Callable[[int], bool] = lambda block: False,
+    ) -> None:
+        if num_device < 2:
+            raise CapacityError(f"a pool of {num_device} KV blocks on the device has none beside scratch")
+        self.num_device, self.num_host, self.block_size = num_device, num_host, block_size
+        self.watermark = watermark
+        self.num_blocks = num_device + num_host
+        self.table: npt.NDArray[np.int64] = np.full(self.num_blocks, SCRATCH_BLOCK, dtype=np.int64)
+        self.num_spilled = 0
+        self._is_dead = is_dead
+        self._free_device: list[int] = []
+        self._free_host: list[int] = []
+        self._placed: set[int] = set()
+        self._full: OrderedDict[int, None] = OrderedDict()
+        """Full blocks on the device, least recently used first."""
+        self._leaving: dict[int, Spill] = {}
+        """Blocks on the device whose copies are under way."""
+        self.reset()
+
+    @property
+    def num_free_device(self) -> int:
+        return len(self._free_device)
+
+    @property
+    def num_free_host(self) -> int:
+        return len(self._free_host)
+
+    def plan(self, chunks: Sequence[Chunk]) -> Moves:
+        """Give every block that a step writes to a place on the device.
+
+        Raises:
+            CapacityError: the step writes to more blocks than the device has; nothing changed but what was copied
+                before.
+        """
+        self._settle()
+        written = [block for chunk in chunks for block in self._written(chunk)]
+        for chunk in chunks:
+            if not chunk.is_decode:  # taken over from others, or come back
+                self._use(block for block in chunk.block_ids if block in self._full)
+        fresh = [block for chunk in chunks for block in self._begun(chunk)]
+        for block in fresh:
+            self._forget_content(block)
+        needed = sum(block not in self._placed for block in fresh)
+        busy = set(written)
+        now = self._make_room(needed, busy)
+        for block in fresh:
+            if block not in self._placed:
+                self.table[block] = self._free_device.pop()
+                self._placed.add(block)
+        for chunk in chunks:
+            self._use(self._filled(chunk))
+        return Moves(tuple(now), tuple(self._spill_ahead(busy)))
+
+    def reset(self) -> None:
+        """Forget every block: after a step that failed nobody knows which copies were made."""
+        self.table[:] = SCRATCH_BLOCK
+        self._free_device = list(range(self.num_device - 1, 0, -1))
+        self._free_host = list(range(self.num_host - 1, -1, -1))
+        self._placed.clear()
+        self._full.clear()
+        self._leaving.clear()
+
+    def on_host(self, blocks: Iterable[int]) -> bool:
+        """Whether a step that reads these blocks finds some in the host pool."""
+        return bool((self.table[list(blocks)] < 0).any())
+
+    def check_integrity(self) -> None:
+        """Recount.
+
+        Raises:
+            AssertionError: with what disagrees.
+        """
+        device = [int(self.table[block]) for block in self._placed if self.table[block] >= 0]
+        host = [int(-1 - self.table[block]) for block in self._placed if self.table[block] < 0]
+        host += [spill.host for spill in self._leaving.values()]
+        for name, used, free, every in (
+            ("device", device, self._free_device, range(1, self.num_device)),
+            ("host", host, self._free_host, range(self.num_host)),
+        ):
+            assert sorted(used + free) == list(every), f"{name} places: {sorted(used)} used, {sorted(free)} free"
+        assert all(self.table[block] >= 0 for block in self._full), "a full block of the device is not on it"
+        assert set(self._leaving) <= set(self._full), "a block leaves that is not on the device"
+
+    def _written(self, chunk: Chunk) -> tuple[int, ...]:
+        return chunk.block_ids[chunk.start // self.block_size : -(-chunk.end // self.block_size)]
+
+    def _begun(self, chunk: Chunk) -> tuple[int, ...]:
+        """Blocks whose first row the chunk writes: what they held before is of no use."""
+        return chunk.block_ids[-(-chunk.start // self.block_size) : -(-chunk.end // self.block_size)]
+
+    def _filled(self, chunk: Chunk) -> tuple[int, ...]:
+        return chunk.block_ids[chunk.start // self.block_size : chunk.end // self.block_size]
+
+    def _use(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._full[block] = None
+            self._full.move_to_end(block)
+
+    def _forget_content(self, block: int) -> None:
+        """The block begins anew; a place on the device stays its own."""
+        self._full.pop(block, None)
+        spill = self._leaving.pop(block, None)
+        if spill is not None:
+            self._free_host.append(spill.host)
+        if block in self._placed and self.table[block] < 0:
+            self._free_host.append(int(-1 - self.table[block]))
+            self._placed.discard(block)
+            self.table[block] = SCRATCH_BLOCK
+
+    def _settle(self) -> None:
+        """Copies of the last step are done before this one runs."""
+        for block, spill in self._leaving.items():
+            self._full.pop(block)
+            self._free_device.append(spill.device)
+            self.table[block] = -1 - spill.host
+        self._leaving.clear()
+
+    def _make_room(self, needed: int, busy: set[int]) -> list[Spill]:
+        if needed > len(self._free_device):
+            self._drop_dead(needed, busy)
+        missing = needed - len(self._free_device)
+        if missing <= 0:
+            return []
+        leaving = [block for block in self._full if block not in busy][:missing]
+        if len(leaving) < missing or missing > len(self._free_host):
+            raise CapacityError(
+                f"a step writes to {needed} new KV blocks, of which the device has room for "
+                f"{len(self._free_device) + len(leaving)} and the host pool for {len(self._free_host)} more; lower "
+                "max_num_batched_tokens or max_num_seqs, or raise num_blocks, memory_limit or host_memory"
+            )
+        spills = [self._spill(block) for block in leaving]
+        self._settle()
+        return spills
+
+    def _spill_ahead(self, busy: set[int]) -> list[Spill]:
+        missing = self.watermark - len(self._free_device)
+        if missing > 0:
+            self._drop_dead(self.watermark, busy)
+            missing = self.watermark - len(self._free_device)
+        missing = min(missing, len(self._free_host))
+        leaving = [] if missing <= 0 else [block for block in self._full if block not in busy][:missing]
+        return [self._spill(block) for block in leaving]
+
+    def _spill(self, block: int) -> Spill:
+        spill = Spill(device=int(self.table[block]), host=self._free_host.pop())
+        self._leaving[block] = spill
+        self.num_spilled += 1
+        return spill
+
+    def _drop_dead(self, wanted: int, busy: set[int]) -> None:
+        """Take places from blocks that hold nothing of use, until ``wanted`` are free."""
+        for block in [block for block in self._placed if block not in busy and self._is_dead(block)]:
+            if len(self._free_device) >= wanted:
+                return
+            self._forget_content(block)
+            if block in self._placed:
+                self._free_device.append(int(self.table[block]))
+                self._placed.discard(block)
+                self.table[block] = SCRATCH_BLOCK
