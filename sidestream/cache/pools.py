@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fractions import Fraction
+
 import torch
 
 from sidestream.cache.groups import CacheGroup, CacheGroups, CacheKind, Placement, StateGroup
-from sidestream.core.batch import SCRATCH_BLOCK, SCRATCH_SLOT
+from sidestream.core.batch import SCRATCH_BLOCK, SCRATCH_SLOT, SlotCopy
 from sidestream.core.layer_cache import LayerCache
+from sidestream.ops.slot_copy import copy_slots
 
 POISON_BYTE = 0x7F
+SNAPSHOTS = "snapshots of state"
+"""Their name in the memory ledger."""
 
 
 class CachePools:
     """Allocates the groups' memory once; whoever runs a step reads and writes it in place.
+
+    Slots ``num_slots`` and more are those of snapshots: they hold what a slot held at a block boundary, and only
+    ``copy_slots`` touches them.
 
     The memory is not initialised, except for the scratch block and slot, which are zero: nothing reads a row before
     it was written, and tests make sure by ``poison``.
@@ -20,23 +29,33 @@ class CachePools:
     Attributes:
         kv: layer -> [num_blocks * block_size, row_elems], row = block * block_size + offset.
         index_keys: layer -> [num_blocks, block_size // kpool, D].
-        index_tail: layer -> [num_slots * ring, 2 * D], row = slot * ring + position % ring.
-        conv: layer -> [num_slots * ring, 3 * H * D].
-        recurrent: layer -> [num_slots, versions, H, K, V] fp32.
+        index_tail: layer -> [slots * ring, 2 * D], row = slot * ring + position % ring.
+        conv: layer -> [slots * ring, 3 * H * D].
+        recurrent: layer -> [slots, versions, H, K, V] fp32.
     """
 
-    def __init__(self, groups: CacheGroups, num_blocks: int, num_slots: int, *, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        groups: CacheGroups,
+        num_blocks: int,
+        num_slots: int,
+        *,
+        device: torch.device | str,
+        num_snapshots: int = 0,
+    ) -> None:
         self.groups = groups
         self.num_blocks = num_blocks
         self.num_slots = num_slots
+        self.num_snapshots = num_snapshots
         self.device = torch.device(device)
         memory: dict[CacheKind, dict[int, torch.Tensor]] = {kind: {} for kind in CacheKind}
         for group in groups.blocks:
             for layer in group.layers:
                 memory[group.kind][layer] = self._blocks(group)
-        for state in groups.slots:
-            for layer in state.layers:
-                memory[state.kind][layer] = self._slots(state)
+        self._states = [self._slots(state) for state in groups.slots]
+        for state, pool in zip(groups.slots, self._states, strict=True):
+            for layer, own in zip(state.layers, pool, strict=True):
+                memory[state.kind][layer] = own if state.kind is CacheKind.RECURRENT else own.flatten(0, 1)
         self.kv = memory[CacheKind.KV]
         self.index_keys = memory[CacheKind.INDEX_KEYS]
         self.index_tail = memory[CacheKind.INDEX_TAIL]
@@ -61,14 +80,26 @@ class CachePools:
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes of the tensors, by kind, as ``CacheGroups.bytes_by_kind`` foresees them."""
         kinds = {kind: getattr(self, kind) for kind in CacheKind}
-        return {
+        sizes = {
             f"{kind} cache": sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
             for kind, tensors in kinds.items()
             if tensors
         }
+        if not self.num_snapshots:
+            return sizes
+        share = Fraction(self.num_slots, self.num_slots + self.num_snapshots)
+        own = {f"{group.kind} cache": int(sizes[f"{group.kind} cache"] * share) for group in self.groups.slots}
+        return sizes | own | {SNAPSHOTS: sum(sizes.values()) - sum((sizes | own).values())}
 
     def bytes_total(self) -> int:
         return sum(tensor.numel() * tensor.itemsize for tensor in self.tensors())
+
+    @torch.inference_mode()
+    def copy_slots(self, copies: Sequence[SlotCopy]) -> None:
+        """Copy all state of a slot to another, pair after pair, on the current stream."""
+        pairs = tuple((copy.source, copy.target) for copy in copies)
+        for state in self._states if pairs else ():
+            copy_slots(state.transpose(0, 1), slots=pairs)
 
     def poison(self) -> None:
         """For tests: fill all memory, scratch too, with NaN, or with 0x7f bytes where the dtype is not a float."""
@@ -84,10 +115,12 @@ class CachePools:
         return pool.view(-1, group.row_elems) if group.kind is CacheKind.KV else pool
 
     def _slots(self, group: StateGroup) -> torch.Tensor:
-        shape = (self.num_slots, group.rows_per_slot, *group.row_shape)
+        """[layers, slots, ...]: one piece, so that one copy moves a slot of all layers."""
+        slots = self.num_slots + self.num_snapshots
+        shape = (len(group.layers), slots, group.rows_per_slot, *group.row_shape)
         pool = self._empty(shape, group.dtype, Placement.DEVICE)
-        pool[SCRATCH_SLOT].zero_()
-        return pool if group.kind is CacheKind.RECURRENT else pool.view(-1, *group.row_shape)
+        pool[:, SCRATCH_SLOT].zero_()
+        return pool
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
         if placement is Placement.HOST:

@@ -151,22 +151,21 @@ class PrefixCache:
             return False
         return self.snapshots is None or path[shared - 1].wanted
 
-    def claim(self, sequence: CachedSequence, hit: Hit) -> None:
+    def claim(self, sequence: CachedSequence, hit: Hit, num_known: int) -> None:
         """It is about to compute what it did not find, so that others may wait for that."""
+        sequence.last_full = num_known // self.blocks.block_size
         sequence.active = True
         sequence.num_computed = hit.num_tokens
         for node in sequence.path[hit.num_found :]:
             node.producer = sequence
 
-    def admit(self, sequence: CachedSequence, hit: Hit, *, num_known: int) -> None:
-        """It runs now and shares the hit's blocks."""
-        self.claim(sequence, hit)
+    def admit(self, sequence: CachedSequence, hit: Hit) -> None:
+        """It was claimed and runs now; it shares the hit's blocks."""
         self.blocks.share(hit.blocks)
         if hit.snapshot is not None:
             assert self.snapshots is not None
             self.snapshots.touch(hit.snapshot)
         sequence.num_published = len(hit.blocks)
-        sequence.last_full = num_known // self.blocks.block_size
 
     def chunk_end(self, sequence: CachedSequence, start: int, end: int) -> int:
         """Where a prefill chunk should end that could reach ``end``: at the first boundary with a wanted snapshot."""
@@ -196,6 +195,8 @@ class PrefixCache:
             return None
         if not decode and (node is None or not self._wants(sequence, node)):
             return None
+        if decode and not self.snapshots.num_free:
+            self._drop_generated(sequence)
         slot = self.snapshots.take()
         if slot is None:
             self.stats.snapshots_failed += 1
@@ -220,9 +221,8 @@ class PrefixCache:
             return
         for place in range(sequence.num_published, full):
             node = sequence.path[place]
-            if node.block is None:
-                node.block = block_ids[place]
-                self.blocks.publish(node.block, node.content)
+            self.blocks.publish(block_ids[place], node.content)
+            node.block = self.blocks.lookup(node.content)
         sequence.num_published = full
         while sequence.pending and sequence.pending[0][0] <= full:
             depth, slot = sequence.pending.pop(0)
@@ -289,10 +289,14 @@ class PrefixCache:
             return
         self.snapshots.keep(slot, node.content)
         node.snapshot = slot
-        if not generated:
-            return
-        before = sequence.generated
-        if before is not None and before.snapshot is not None and not before.wanted:
-            self.snapshots.drop(before.snapshot)
-            before.snapshot = None
-        sequence.generated = node
+        if generated:
+            self._drop_generated(sequence)
+            sequence.generated = node
+
+    def _drop_generated(self, sequence: CachedSequence) -> None:
+        """The sequence has a later snapshot of what it generated, and nobody else asked for this one."""
+        node, sequence.generated = sequence.generated, None
+        if node is not None and node.snapshot is not None and not node.wanted:
+            assert self.snapshots is not None
+            self.snapshots.drop(node.snapshot)
+            node.snapshot = None

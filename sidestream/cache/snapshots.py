@@ -28,6 +28,10 @@ class SnapshotPool:
         self._kept: OrderedDict[int, bytes] = OrderedDict()
 
     @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
     def num_kept(self) -> int:
         return len(self._kept)
 

@@ -84,6 +84,14 @@ def generate(
     graph_debug: Annotated[bool, typer.Option("--graph-debug", help="Check addresses, poison static buffers.")] = False,
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks; derived from the memory limit without it.")] = None,
     memory_limit: Annotated[str | None, typer.Option(help="'8GiB' or '60%', weights and caches together.")] = None,
+    prefix_caching: Annotated[bool, typer.Option(help="Let prompts take over what others computed.")] = True,
+    num_prefix_snapshots: Annotated[
+        int | None, typer.Option(help="Slots for copies of linear-attention state; derived without it.")
+    ] = None,
+    prefix_snapshot_interval: Annotated[
+        int | None,
+        typer.Option(help="Blocks between such copies within a prompt; only at ends and partings without it."),
+    ] = None,
 ) -> None:
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -121,6 +129,9 @@ def generate(
         graph_debug=graph_debug,
         num_blocks=num_blocks,
         memory_limit=memory_limit,
+        enable_prefix_caching=prefix_caching,
+        num_prefix_snapshots=num_prefix_snapshots,
+        prefix_snapshot_interval=prefix_snapshot_interval,
     )
     if demo:
         _demo(llm, entries, prompts, all_params)

@@ -36,6 +36,11 @@ class EngineConfig:
         memory_limit: bytes ("8GiB", an integer) or a share of the device's memory ("60%", a float up to 1); None is
             60 %. On a GPU the driver's own figure of memory in use stays within it, the CUDA context and other
             processes included; on a CPU weights and caches together do.
+        enable_prefix_caching: let requests take over blocks, and state of linear attention, that others computed.
+        num_prefix_snapshots: slots for copies of that state; None is two for each of ``max_num_seqs``, and no more than
+            a tenth of the memory left for caches. Models without linear attention need none.
+        prefix_snapshot_interval: blocks between such copies within a prompt; None takes them only where prompts end or
+            part. Each ends a prefill chunk.
         seed: of requests that bring none, and of dummy weights.
     """
 
@@ -53,4 +58,7 @@ class EngineConfig:
     stream_policy: str = "auto"
     graph_debug: bool = False
     memory_limit: int | float | str | None = None
+    enable_prefix_caching: bool = True
+    num_prefix_snapshots: int | None = None
+    prefix_snapshot_interval: int | None = None
     seed: int = 0

@@ -29,6 +29,9 @@ class ResolvedConfig:
         memory_budget: bytes: on a GPU of everything in use on it, elsewhere of weights and caches.
         stream_policy: None takes the best that the device can do.
         shrink_max_model_len: the user named none, so it may be lowered to what the pools hold.
+        prefix_caching: off too where no layer keeps KV rows.
+        num_snapshots: of the state of linear attention; None is derived from the memory left.
+        snapshot_interval: blocks between them within a prompt; None for none there.
         rollback: tokens that a sequence may take back (0 without speculation).
     """
 
@@ -49,6 +52,9 @@ class ResolvedConfig:
     graph_debug: bool
     memory_budget: int
     seed: int
+    prefix_caching: bool = False
+    num_snapshots: int | None = None
+    snapshot_interval: int | None = None
     rollback: int = 0
 
     @property
@@ -58,7 +64,12 @@ class ResolvedConfig:
     @property
     def uses_blocks(self) -> bool:
         """Some layer keeps KV rows."""
-        return bool(self.model.layers_of(AttentionKind.SPARSE_MLA, AttentionKind.DENSE_MLA))
+        return bool(_mla_layers(self.model))
+
+    @property
+    def needs_snapshots(self) -> bool:
+        """A prefix is of use only with the state behind it; the unfinished index pool is empty at the end of a block."""
+        return self.model.kda is not None
 
     @property
     def uses_slots(self) -> bool:
@@ -95,7 +106,12 @@ def resolve(user: EngineConfig, model: ModelConfig, *, cuda_available: bool, dev
             f"kv_cache_dtype 'mxfp8' has no place for a rope part, and this model has qk_rope_head_dim "
             f"{model.mla.qk_rope_head_dim}; use 'fp8_ds_mla', 'bf16' or 'auto'"
         )
-    optional = ("max_model_len", "num_blocks", "max_capture_tokens")
+    if not isinstance(user.enable_prefix_caching, bool):
+        raise ConfigError(f"enable_prefix_caching must be True or False, got {user.enable_prefix_caching!r}")
+    snapshots = user.num_prefix_snapshots
+    if snapshots is not None and (isinstance(snapshots, bool) or not isinstance(snapshots, int) or snapshots < 0):
+        raise ConfigError(f"num_prefix_snapshots must be an integer of at least 0, got {snapshots!r}")
+    optional = ("max_model_len", "num_blocks", "max_capture_tokens", "prefix_snapshot_interval")
     for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", *optional):
         value = getattr(user, name)
         if value is None and name in optional:
@@ -138,7 +154,14 @@ def resolve(user: EngineConfig, model: ModelConfig, *, cuda_available: bool, dev
         graph_debug=user.graph_debug,
         memory_budget=parse_memory(user.memory_limit, device_memory),
         seed=user.seed,
+        prefix_caching=user.enable_prefix_caching and bool(_mla_layers(model)),
+        num_snapshots=user.num_prefix_snapshots,
+        snapshot_interval=user.prefix_snapshot_interval,
     )
+
+
+def _mla_layers(model: ModelConfig) -> tuple[int, ...]:
+    return model.layers_of(AttentionKind.SPARSE_MLA, AttentionKind.DENSE_MLA)
 
 
 def parse_memory(limit: int | float | str | None, device_memory: int) -> int:

@@ -14,7 +14,7 @@ from sidestream.attention.index_group import BlockTableResolver, SparseMLAIndexG
 from sidestream.attention.latent import PagedLatentAttention
 from sidestream.attention.step_inputs import ROW_BUCKET, StepInputsBuilder
 from sidestream.cache.groups import CacheGroups, plan_cache_groups
-from sidestream.cache.pools import CachePools
+from sidestream.cache.pools import SNAPSHOTS, CachePools
 from sidestream.config.engine import EngineConfig
 from sidestream.config.model import AttentionKind, IndexerKind, ModelConfig
 from sidestream.config.resolved import ResolvedConfig, resolve, resolve_cudagraph_mode
@@ -26,7 +26,7 @@ from sidestream.engine.largest_steps import largest_steps
 from sidestream.engine.ledger import CONTEXT, WEIGHTS, Ledger, in_use
 from sidestream.engine.load import Zeros, construct, load_model, weight_bytes
 from sidestream.engine.memory_probe import foresee, make_ready
-from sidestream.engine.pool_sizes import size_pools
+from sidestream.engine.pool_sizes import count_snapshots, size_pools
 from sidestream.engine.runner import ModelRunner, StepGraphs
 from sidestream.engine.startup_clock import StartupClock
 from sidestream.graphs.dispatch import GraphDispatcher
@@ -46,6 +46,7 @@ class BuiltEngine:
     Attributes:
         ledger: as of start.
         num_blocks, num_slots: of the pools, scratch included.
+        num_snapshots: slots behind them that hold copies of state for the prefix cache.
         max_model_len: longest sequence, by the model, the user and the pools.
         startup: phase -> seconds, in order; the first begins with the process.
         memory: of a CUDA device.
@@ -60,6 +61,7 @@ class BuiltEngine:
     ledger: Ledger
     num_blocks: int
     num_slots: int
+    num_snapshots: int
     max_model_len: int
     weight_bytes: int
     startup: Mapping[str, float]
@@ -107,12 +109,15 @@ def build_engine(
     clock.end("config")
     memory = _device_memory(backend)
     foreseen = {} if memory is None else _foresee(config, groups, backend, memory, weights=weights)
+    num_snapshots = count_snapshots(config, groups, weights=weights, beside=sum(foreseen.values()))
+    if num_snapshots:
+        foreseen = {**foreseen, SNAPSHOTS: num_snapshots * groups.bytes_per_slot}
     num_blocks, num_slots, max_model_len = size_pools(config, groups, weights=weights, beside=foreseen)
     clock.end("memory probe")
     model, report = load_model(folder, config, device=backend.device, dtype=dtype)
     assert bytes_of(model) == weights, f"the weights take {bytes_of(model)} bytes, {weights} were foreseen"
     clock.end("weights")
-    pools = CachePools(groups, num_blocks, num_slots, device=backend.device)
+    pools = CachePools(groups, num_blocks, num_slots, device=backend.device, num_snapshots=num_snapshots)
     runner = start_runner(
         model, config, pools, backend=backend, max_model_len=max_model_len, weight_bytes=weights, capture=memory is None
     )
@@ -137,6 +142,7 @@ def build_engine(
         ledger=Ledger.of(predicted, measured, budget=config.memory_budget, memory=memory),
         num_blocks=num_blocks,
         num_slots=num_slots,
+        num_snapshots=num_snapshots,
         max_model_len=max_model_len,
         weight_bytes=weights,
         startup=clock.phases,

@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sidestream.core.batch import Chunk, ScheduledStep
+from sidestream.cache.block_hashes import chain_root
+from sidestream.core.batch import Admission, Chunk, ScheduledStep
+from sidestream.core.outputs import CacheReason
 from sidestream.core.request import FinishReason, Request
 from sidestream.engine.build import BuiltEngine
 from sidestream.engine.logprobs import PROMPT_LOGIT_ROWS, TopLogprobs, top_logprobs
 from sidestream.engine.runner import StepOutput
 from sidestream.engine.sampled_tokens import PendingTokens, SampledTokens
 from sidestream.engine.sampler import Sampler, SamplingRow
+from sidestream.engine.token_masks import NoMasks, TokenMasks
 from sidestream.scheduler.config import SchedulerConfig
 from sidestream.scheduler.scheduler import Scheduler
 
@@ -28,6 +31,9 @@ class EngineOutput:
     finish_reason: FinishReason | None = None
     logprobs: TopLogprobs | None = None
     prompt_logprobs: tuple[TopLogprobs, ...] = ()
+    cached_tokens: int = 0
+    """With the first token: prompt tokens that came from the prefix cache, and why not more."""
+    cache_reason: CacheReason | None = None
 
 
 @dataclass(slots=True)
@@ -44,6 +50,13 @@ class _Tokens:
     prompt_logprobs_given: int = 1
     """Those of them that were put out; the others wait for the first token."""
     pending_prompt_logprobs: list[TopLogprobs] = field(default_factory=list)
+    admission: Admission | None = None
+
+    def cached(self) -> tuple[int, CacheReason | None]:
+        """What an output says of the prefix cache: only the first does."""
+        if self.admission is None or len(self.tokens) > len(self.request.prompt_token_ids):
+            return 0, None
+        return self.admission.cached_tokens, self.admission.reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +94,19 @@ class EngineCore:
     they go from one step to the next on the device. A step that needs them on the host (penalties, log-probabilities)
     waits, which ``waits`` counts.
 
+    Args:
+        masks: follow requests whose text must have a given form; None refuses those.
+
     Attributes:
         waits: reason -> steps that the host waited for before it launched the next.
         scheduler: its counters say what happened.
     """
 
-    def __init__(self, built: BuiltEngine) -> None:
+    def __init__(self, built: BuiltEngine, *, masks: TokenMasks | None = None) -> None:
         config = built.config
+        self._masks: TokenMasks = NoMasks() if masks is None else masks
         self._runner = built.runner
+        self._pools = built.pools
         self._sampler = Sampler(config.model.vocab_size)
         self._depth = 1 if config.device == "cpu" else 2
         with self._runner.on_device():
@@ -109,12 +127,23 @@ class EngineCore:
                 num_slots=built.num_slots,
                 uses_blocks=config.uses_blocks,
                 uses_slots=config.uses_slots,
+                prefix_caching=config.prefix_caching,
+                needs_snapshots=config.needs_snapshots,
+                num_snapshots=built.num_snapshots,
+                snapshot_interval=config.snapshot_interval,
+                prefix_salt=chain_root(repr((config.model, config.dtype, config.kv_cache_dtype)).encode()),
             )
         )
 
     def add(self, request: Request) -> None:
         """Queue a request; RequestError or CapacityError if it can never run."""
-        self.scheduler.add(request)
+        self._masks.add(request)
+        try:
+            self.scheduler.add(request)
+        except BaseException:
+            if request.request_id not in self._tokens:  # else the name is in use, and the masks are the other's
+                self._masks.drop(request.request_id)
+            raise
         self._tokens[request.request_id] = _Tokens(request, list(request.prompt_token_ids))
 
     def abort(self, request_id: str) -> bool:
@@ -126,6 +155,7 @@ class EngineCore:
             self._aborts.append(request_id)
             return request_id in self._tokens
         self._tokens.pop(request_id, None)
+        self._masks.drop(request_id)
         return self.scheduler.abort(request_id)
 
     def has_work(self) -> bool:
@@ -160,15 +190,25 @@ class EngineCore:
     @torch.inference_mode()
     def _launch(self, step: ScheduledStep) -> _Launched:
         """Forward and sample; nothing is read on the host but what a request asks to see."""
+        for admission in step.admitted:
+            self._tokens[admission.request_id].admission = admission
         token_ids, sources = self._token_ids(step)
+        self._pools.copy_slots(step.restores)
         output = self._runner.forward(step.chunks, token_ids, sources=sources, sampled=self._sampled.device)
+        self._pools.copy_slots(step.snapshots)
         self._collect_prompt_logprobs(step, output)
         return self._sample(step, output)
 
     def _wait_where_needed(self) -> None:
         """Read what was launched before the next step is planned, if that step needs it on the host."""
-        if self._launched and any(state.request.params.has_penalties for _, state in self._launched[-1].sampled):
-            self.waits["penalties count the tokens so far"] += 1
+        params = [state.request.params for _, state in self._launched[-1].sampled] if self._launched else []
+        reason = None
+        if any(p.has_penalties for p in params):
+            reason = "penalties count the tokens so far"
+        elif any(p.structured_outputs is not None for p in params):
+            reason = "what may follow depends on the tokens so far"
+        if reason is not None:
+            self.waits[reason] += 1
             while self._launched:
                 self._finish(self._launched.popleft())
 
@@ -187,6 +227,7 @@ class EngineCore:
                 event.finish_reason,
                 launched.logprobs.get(event.request_id),
                 tuple(state.pending_prompt_logprobs),
+                *state.cached(),
             )
             self._outbox.append(_Posted(output, len(state.tokens), state.prompt_logprobs_done))
             self._record(self._outbox[-1])
@@ -201,8 +242,10 @@ class EngineCore:
             state.pending_prompt_logprobs.clear()
         if output.token_id is not None and len(state.tokens) == posted.position:
             state.tokens.append(output.token_id)
+            self._masks.accept(output.request_id, output.token_id)
         if output.finish_reason is not None:
             self._tokens.pop(output.request_id, None)
+            self._masks.drop(output.request_id)
 
     def _recover(self) -> None:
         """Begin again with what every unfinished request has, what was put out before the error included."""
@@ -216,7 +259,7 @@ class EngineCore:
             state.prompt_logprobs_done = state.prompt_logprobs_given
             state.unread = 0
         states = self._tokens.values()
-        self.scheduler.restart((s.request, len(s.tokens) - len(s.request.prompt_token_ids)) for s in states)
+        self.scheduler.restart((s.request, s.tokens[len(s.request.prompt_token_ids) :]) for s in states)
 
     def _token_ids(self, step: ScheduledStep) -> tuple[list[int], list[int] | None]:
         """The step's tokens; 0 where the last step sampled one that was not read, and then the rows of those too."""
@@ -245,7 +288,10 @@ class EngineCore:
             return _Launched(step, (), None, {})
         rows = [self._sampling_row(chunk) for chunk in chunks]
         logits = self._runner.logits(output, last_rows)
-        pending = self._sampled.keep(self._sampler.choose(logits, rows))
+        bitmask = self._masks.bitmask([chunk.request_id for chunk in chunks])
+        if bitmask is not None:
+            bitmask = bitmask.to(logits.device)
+        pending = self._sampled.keep(self._sampler.choose(logits, rows, bitmask=bitmask))
         sampled = tuple((chunk.request_id, self._tokens[chunk.request_id]) for chunk in chunks)
         logprobs: dict[str, TopLogprobs] = {}
         if any(row.params.logprobs is not None for row in rows):

@@ -16,7 +16,8 @@ from sidestream.core.sampling_params import SamplingParams
 from sidestream.errors import RequestError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a mapping with one of ``PROMPT_KEYS``."""
+"""Text, token ids, or a mapping with one of ``PROMPT_KEYS``; such may hold a ``cache_salt`` (text) too: only prompts of
+equal salts share cached prefixes."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
@@ -56,6 +57,9 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling parameters must be SamplingParams, got {type(params).__name__}")
         text, token_ids = self._tokenize(prompt)
+        salt = prompt.get("cache_salt") or "" if isinstance(prompt, Mapping) else ""
+        if not isinstance(salt, str):
+            raise RequestError(f"cache_salt must be text, got {salt!r}")
         self._check_tokens("prompt", token_ids)
         self._check_tokens("logit_bias", params.logit_bias)
         self._check_tokens("stop_token_ids", params.stop_token_ids)
@@ -86,6 +90,7 @@ class InputProcessor:
                 max_tokens=max_tokens,
                 stop_token_ids=stops,
                 mask_token_ids=mask,
+                cache_salt=salt,
             )
             for i in range(params.n)
         )

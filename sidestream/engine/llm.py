@@ -57,7 +57,8 @@ class LLM:
         model: folder of a hub checkpoint (config.json, safetensors files, a tokenizer if text is wanted); None is the
             small checkpoint that ships with Sidestream.
         device, dtype, load_format, max_num_seqs, max_num_batched_tokens, max_model_len, block_size, num_blocks,
-            kv_cache_dtype, cudagraph_mode, max_capture_tokens, stream_policy, graph_debug, memory_limit, seed: see
+            kv_cache_dtype, cudagraph_mode, max_capture_tokens, stream_policy, graph_debug, memory_limit,
+            enable_prefix_caching, num_prefix_snapshots, prefix_snapshot_interval, seed: see
             ``EngineConfig``.
     Raises:
         ConfigError, CheckpointError, CapacityError: naming the value, the limit and the knob.
@@ -81,6 +82,9 @@ class LLM:
         stream_policy: str = "auto",
         graph_debug: bool = False,
         memory_limit: int | float | str | None = None,
+        enable_prefix_caching: bool = True,
+        num_prefix_snapshots: int | None = None,
+        prefix_snapshot_interval: int | None = None,
         seed: int = 0,
     ) -> None:
         folder = _folder(model)
@@ -101,6 +105,9 @@ class LLM:
                 stream_policy=stream_policy,
                 graph_debug=graph_debug,
                 memory_limit=memory_limit,
+                enable_prefix_caching=enable_prefix_caching,
+                num_prefix_snapshots=num_prefix_snapshots,
+                prefix_snapshot_interval=prefix_snapshot_interval,
                 seed=seed,
             ),
         )

@@ -66,6 +66,8 @@ class OutputProcessor:
         """Take one token of one request. Returns True if a stop string ended it: the core must then abort it."""
         state, completion = self._by_request[event.request_id]
         output, detokenizer, params = completion.output, completion.detokenizer, completion.request.params
+        if event.cache_reason is not None and output.index == 0:
+            state.output.cached_tokens, state.output.cache_reason = event.cached_tokens, event.cache_reason
         if event.prompt_logprobs and state.output.prompt_logprobs is not None and output.index == 0:
             state.output.prompt_logprobs.extend(self._logprobs(row) for row in event.prompt_logprobs)
         if event.token_id is None:

@@ -15,6 +15,25 @@ MEASURED_KNOBS = (
 )
 
 
+SNAPSHOTS_A_SEQUENCE = 2
+"""One at the end of its prompt, one where prompts part or at the end of what it generated."""
+SNAPSHOT_SHARE = 10
+"""One part in so many of the memory left for caches may hold snapshots."""
+
+
+def count_snapshots(config: ResolvedConfig, groups: CacheGroups, *, weights: int, beside: int) -> int:
+    """Slots for snapshots of state: as set, or ``SNAPSHOTS_A_SEQUENCE`` of each running sequence, or as fit."""
+    if not (config.prefix_caching and config.needs_snapshots):
+        return 0
+    if config.num_snapshots is not None:
+        return config.num_snapshots
+    left = config.memory_budget - weights - beside - (config.max_num_seqs + 1) * groups.bytes_per_slot
+    room = left // SNAPSHOT_SHARE
+    if config.num_blocks is not None:
+        room = min(room, left - (config.num_blocks + 1) * groups.bytes_per_block)
+    return min(SNAPSHOTS_A_SEQUENCE * config.max_num_seqs, max(room, 0) // groups.bytes_per_slot)
+
+
 def size_pools(
     config: ResolvedConfig, groups: CacheGroups, *, weights: int, beside: Mapping[str, int] | None = None
 ) -> tuple[int, int, int]:

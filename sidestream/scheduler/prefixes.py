@@ -65,7 +65,7 @@ class Prefixes:
                 return False
             sequence.waited += 1
             self._stats.gave_up += 1
-        cache.claim(prefix, sequence.hit)
+        cache.claim(prefix, sequence.hit, known)
         return True
 
     def dismiss(self, candidates: Iterable[Sequence]) -> None:
@@ -87,7 +87,7 @@ class Prefixes:
         """It begins to run with what it takes over."""
         hit, cache, stats = sequence.hit, self._cache, self._stats
         if cache is not None and sequence.prefix is not None:
-            cache.admit(sequence.prefix, hit, num_known=sequence.prefill_target)
+            cache.admit(sequence.prefix, hit)
             sequence.block_ids = hit.blocks
             sequence.num_computed = hit.num_tokens
             sequence.restore_from = hit.snapshot

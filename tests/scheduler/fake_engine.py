@@ -74,6 +74,7 @@ class FakeEngine:
     prompts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     outputs: dict[str, list[int]] = field(default_factory=dict)
     reasons: dict[str, FinishReason] = field(default_factory=dict)
+    cached: dict[str, int] = field(default_factory=dict)
     rows: dict[int, int] = field(default_factory=dict)
     states: dict[int, tuple[int, ...]] = field(default_factory=dict)
     steps: list[ScheduledStep] = field(default_factory=list)
@@ -123,6 +124,8 @@ class FakeEngine:
         kinds = [chunk.is_decode for chunk in step.chunks]
         assert kinds == sorted(kinds, reverse=True), "decodes come first"
         sampled = {}
+        for copy in step.restores:
+            self.states[copy.target] = self.states[copy.source]
         for chunk in step.chunks:
             known = self.tokens[chunk.request_id]
             own = known[chunk.start : chunk.end]
@@ -146,6 +149,10 @@ class FakeEngine:
                 assert self.states[chunk.slot] == history, f"slot and blocks of {chunk.request_id} disagree"
             if chunk.samples:
                 sampled[chunk.request_id] = next_token(history)
+        for copy in step.snapshots:
+            self.states[copy.target] = self.states[copy.source]
+        for admission in step.admitted:
+            self.cached[admission.request_id] = admission.cached_tokens
         for name, token in sampled.items():
             self.tokens[name].append(token)
         return sampled

@@ -73,6 +73,7 @@ def open_engine(model: Path, user: EngineConfig, settings: LatencySettings) -> B
         max_num_batched_tokens=max(user.max_num_batched_tokens, settings.max_num_seqs),
         max_model_len=settings.max_model_len,
         num_blocks=settings.num_blocks(user.block_size),
+        enable_prefix_caching=False,  # a prompt sent again is to be computed again
     )
     if not model.is_file():
         return build_engine(model, user)

@@ -87,5 +87,6 @@ class VerifySettings:
             cudagraph_mode="none",
             max_capture_tokens=padded_size(longest, capture_sizes(budget)),
             graph_debug=True,
+            enable_prefix_caching=False,  # every schedule is to be computed
             seed=self.seed,
         )

@@ -1,0 +1,12 @@
+"""Slot copies: the whole state of one slot goes to another, for snapshots of linear attention."""
+
+from __future__ import annotations
+
+from sidestream.ops.operator import operator
+from sidestream.ops.slot_copy import torch_impl
+
+__all__ = ["copy_slots"]
+
+copy_slots = operator("slot_copy.copy_slots", reads=("state",), writes=("state",), rows={"state": "slots"})(
+    torch_impl.copy_slots
+)
