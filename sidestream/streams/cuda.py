@@ -102,6 +102,7 @@ class CudaBackend:
             )
         torch.cuda.set_device(index)
         self.device = torch.device("cuda", index)
+        self._index = index  # a device's own attribute is asked for in C, at three times the cost
         self.external_events: str | None = missing_external_events()
         self._known: dict[tuple[int, int, int], Stream] = {}
         self._open: _Recording | None = None
@@ -113,9 +114,7 @@ class CudaBackend:
         return stream
 
     def current_stream(self) -> Stream:
-        return self._stream_of(_current_id(self.device.index))
-
-    def _stream_of(self, key: tuple[int, int, int]) -> Stream:
+        key = _current_id(self._index)
         known = self._known.get(key)
         if known is None:
             raw = torch.cuda.current_stream(self.device)
@@ -131,16 +130,18 @@ class CudaBackend:
 
     def record(self, event: Event) -> None:
         event.raw.record(self.current_stream().raw)
-        self._keep(event)
+        if self._open is not None:
+            self._keep(event, self._open)
 
     def wait(self, event: Event) -> None:
         event.raw.wait(self.current_stream().raw)
-        self._keep(event)
+        if self._open is not None:
+            self._keep(event, self._open)
 
-    def _keep(self, event: Event) -> None:
+    def _keep(self, event: Event, recording: _Recording) -> None:
         """For as long as the graph being recorded; an external event that dies earlier takes the process with it."""
-        if self._open is not None and event.external:
-            self._open.events.append(event.raw)
+        if event.external:
+            recording.events.append(event.raw)
 
     def wait_stream(self, stream: Stream) -> None:
         current = self.current_stream().raw

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NoReturn
 
 from sidestream.errors import HandoffError
 from sidestream.streams.backend import Event, Policy, Stream
@@ -97,7 +98,8 @@ class Handoff:
         """
         streams, backend = self._streams, self._streams.backend
         source = streams.open_capture
-        self._refuse_foreign_capture()
+        if source is None and backend.is_capturing():
+            self._refuse_foreign_capture()
         self._refuse_second(source)
         mark, edge = self._eager, None
         if source is None:
@@ -130,11 +132,13 @@ class Handoff:
             HandoffError: not a declared consumer; nothing published in this step; published in a capture that was not
                 replayed since.
         """
-        consumer = self._declared(consumer)
-        self._refuse_foreign_capture()
-        last = self._of_this_step(consumer)
         streams, backend = self._streams, self._streams.backend
-        here, source = streams.open_capture, last.source
+        here = streams.open_capture
+        consumer = self._declared(consumer)
+        if here is None and backend.is_capturing():
+            self._refuse_foreign_capture()
+        last = self._of_this_step(consumer)
+        source = last.source
         if here is None and not last.ran:
             raise HandoffError(self._not_replayed(consumer, last))
         inside = here is not None and here is source
@@ -201,13 +205,12 @@ class Handoff:
             where = "eagerly" if last.source is None else f"in {last.source!r}"
             raise HandoffError(f"{self._who()}: published twice in step {step}, the first time {where}")
 
-    def _refuse_foreign_capture(self) -> None:
+    def _refuse_foreign_capture(self) -> NoReturn:
         """A capture that this handoff's ``Streams`` did not begin would hold it without anybody knowing."""
-        if self._streams.open_capture is None and self._streams.backend.is_capturing():
-            raise HandoffError(
-                f"{self._who()}: used on stream {self._streams.backend.current_stream().name!r}, which a capture "
-                "records that other Streams began; a handoff belongs to the Streams it was made with"
-            )
+        raise HandoffError(
+            f"{self._who()}: used on stream {self._streams.backend.current_stream().name!r}, which a capture "
+            "records that other Streams began; a handoff belongs to the Streams it was made with"
+        )
 
     def _who(self, consumer: str | None = None) -> str:
         waiting = repr(consumer) if consumer else " and ".join(map(repr, self.consumers))
