@@ -43,7 +43,7 @@ def score_plan(rows: int, entries: int, heads: int) -> ScorePlan:
     """For ``rows`` padded rows of at most ``entries``: as a sweep on an H200 of 132 multiprocessors found."""
     block, load, stages = (64, 4, 2) if heads <= 32 else (128, 8, 3)
     splits = max(1, min(triton.cdiv(entries, block), triton.cdiv(load * 132, rows)))
-    return ScorePlan(block=block, splits=splits, warps=4, stages=stages)
+    return ScorePlan(block=block, splits=splits, warps=4, stages=stages, pdl=not INTERPRETED)
 
 
 @triton.jit

@@ -32,8 +32,10 @@ class KeysPlan:
     pdl: bool = False
 
 
-POOLS_PLAN = KeysPlan(warps=1)
-WRITE_PLAN = KeysPlan(warps=4)
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Kernels run on a CPU, which launches nothing early."""
+POOLS_PLAN = KeysPlan(warps=1, pdl=not INTERPRETED)
+WRITE_PLAN = KeysPlan(warps=4, pdl=not INTERPRETED)
 _WRITE_ROWS = 16
 """Rows a program stores."""
 

@@ -40,7 +40,7 @@ class PrefillPlan:
     stages: int
 
 
-DEFAULT_PLAN = PrefillPlan(columns=256, block=64, warps=4, stages=3)
+DEFAULT_PLAN = PrefillPlan(columns=256, block=64, warps=8, stages=2)
 
 
 @triton.jit

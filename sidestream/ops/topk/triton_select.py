@@ -22,6 +22,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sidestream.ops.topk import torch_impl
 from sidestream.ops.topk.triton_search import LOWEST, key_of_sample, ordered_keys, places_of_best
 
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Kernels run on a CPU, which launches nothing early."""
 MAX_BLOCK = 1 << 15
 """Entries that one program can hold: 32 registers of a thread, and counts that fit 16 bits."""
 MAX_SPLITS = 32
@@ -61,12 +63,12 @@ def select_plan(entries: int, picks: int, *, rows: int) -> SelectPlan | None:
     merge = whole_block(picks)
     small = max(triton.next_power_of_2(min(entries, merge, MAX_BLOCK)), 64)
     if entries <= small:
-        return SelectPlan(small, 0, 0, 0, 1, _warps(small))
+        return SelectPlan(small, 0, 0, 0, 1, _warps(small), pdl=not INTERPRETED)
     if merge > MAX_BLOCK:
         return None
     tile = 4096
     splits = max(1, min(triton.cdiv(entries, tile), triton.cdiv(_ENOUGH_PROGRAMS, rows), MAX_SPLITS))
-    return SelectPlan(small, merge, tile, 2048, splits, max(_warps(merge), 8))
+    return SelectPlan(small, merge, tile, 2048, splits, max(_warps(merge), 8), pdl=not INTERPRETED)
 
 
 def whole_block(picks: int) -> int:
@@ -252,40 +254,38 @@ def _pick(
     scores, scores_col, held_keys, held_entries, founds, row, valid, picks, splits, to,
     KPOOL: tl.constexpr, PER_BLOCK: tl.constexpr, MERGE: tl.constexpr, SPLITS: tl.constexpr, MAP: tl.constexpr,
 ):  # fmt: skip
-    """Select from a row's filtered entries, or from the whole row if these are too few or too many."""
+    """Select from a row's filtered entries, or from the whole row if these are too few or too many.
+
+    In the second case the best so far lie in front of the next entries, whose indices are higher, so order is kept.
+    """
     step = tl.arange(0, MERGE)
     where, total = _dense(founds, splits, MERGE, MERGE, SPLITS)
-    if (total >= picks) & (total <= MERGE):
-        seen = step < total
-        keys = tl.load(held_keys + where, mask=seen, other=LOWEST, cache_modifier=".cg")
-        entries = tl.load(held_entries + where, mask=seen, other=0, cache_modifier=".cg")
-        chosen, places = places_of_best(keys, seen, total, picks)
-        _emit(chosen, places, entries, row, to, KPOOL, PER_BLOCK, MAP)
-    else:
-        # The best so far lie in front of the next entries, whose indices are higher, so index order is kept.
-        kept = total * 0
-        begin = total * 0
-        while begin < valid:
-            old = step < kept
-            entries = begin + step - kept
-            seen = old | (entries < valid)
-            raw = tl.load(scores + entries.to(tl.int64) * scores_col, mask=seen & (entries >= begin), other=0.0)
-            keys = tl.where(entries >= begin, ordered_keys(raw), LOWEST)
-            keys = tl.where(old, tl.load(held_keys + step, mask=old, other=0, cache_modifier=".cg"), keys)
-            keys = tl.where(seen, keys, LOWEST)
-            entries = tl.where(old, tl.load(held_entries + step, mask=old, other=0, cache_modifier=".cg"), entries)
-            here = kept + tl.minimum(MERGE - kept, valid - begin)
-            best = tl.minimum(picks, here)
-            chosen, places = places_of_best(keys, seen, here, best)
-            begin += MERGE - kept
-            kept = best
+    filtered = (total >= picks) & (total <= MERGE)
+    count = tl.where(filtered, total, valid)
+    kept = total * 0
+    begin = total * 0
+    while begin < count:
+        entries = begin + step - kept
+        here = kept + tl.minimum(MERGE - kept, count - begin)
+        seen = step < here
+        old = filtered | (step < kept)
+        raw = tl.load(scores + entries.to(tl.int64) * scores_col, mask=seen & (old == 0), other=0.0)
+        place = tl.where(filtered, where, step)
+        held = tl.load(held_keys + place, mask=seen & old, other=0, cache_modifier=".cg")
+        named = tl.load(held_entries + place, mask=seen & old, other=0, cache_modifier=".cg")
+        keys = tl.where(seen, tl.where(old, held, ordered_keys(raw)), LOWEST)
+        entries = tl.where(old, named, entries)
+        best = tl.minimum(picks, here)
+        chosen, places = places_of_best(keys, seen, here, best)
+        begin += MERGE - kept
+        kept = best
+        if begin < count:
             tl.debug_barrier()
-            if begin < valid:
-                tl.store(held_keys + places, keys, mask=chosen)
-                tl.store(held_entries + places, entries, mask=chosen)
-            else:
-                _emit(chosen, places, entries, row, to, KPOOL, PER_BLOCK, MAP)
+            tl.store(held_keys + places, keys, mask=chosen)
+            tl.store(held_entries + places, entries, mask=chosen)
             tl.debug_barrier()
+        else:
+            _emit(chosen, places, entries, row, to, KPOOL, PER_BLOCK, MAP)
 
 
 @dataclass(frozen=True, slots=True)
