@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from sidestream.core.structured_outputs import StructuredOutputs
 from sidestream.errors import RequestError
 
 MAX_STOP_STRINGS = 64
@@ -38,6 +39,7 @@ class SamplingParams:
         logprobs: return the log-probabilities of that many top tokens, the chosen one always added.
         prompt_logprobs: the same for every prompt token but the first.
         skip_special_tokens: leave special tokens out of the text.
+        structured_outputs: a form that the text must have; needs the package ``xgrammar``.
     Raises:
         RequestError: naming the field, its value and the allowed range.
     """
@@ -61,6 +63,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -75,6 +78,8 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             _flag(name, getattr(self, name))
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise RequestError(f"structured_outputs must be StructuredOutputs, got {self.structured_outputs!r}")
         _int("n", self.n, 1, MAX_N)
         _real("temperature", self.temperature, 0.0, math.inf)
         _int("top_k", self.top_k, -1, None)

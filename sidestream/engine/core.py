@@ -137,12 +137,11 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Queue a request; RequestError or CapacityError if it can never run."""
-        self._masks.add(request)
+        self.scheduler.add(request)
         try:
-            self.scheduler.add(request)
+            self._masks.add(request)
         except BaseException:
-            if request.request_id not in self._tokens:  # else the name is in use, and the masks are the other's
-                self._masks.drop(request.request_id)
+            self.scheduler.abort(request.request_id)
             raise
         self._tokens[request.request_id] = _Tokens(request, list(request.prompt_token_ids))
 

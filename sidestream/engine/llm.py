@@ -26,6 +26,7 @@ from sidestream.engine.core import EngineCore, EngineOutput
 from sidestream.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt
 from sidestream.engine.ledger import Ledger
 from sidestream.engine.output_processor import OutputProcessor
+from sidestream.engine.token_masks import masks_for
 from sidestream.engine.tokenizer import load_tokenizer
 from sidestream.errors import CheckpointError, RequestError, SidestreamError
 
@@ -113,7 +114,9 @@ class LLM:
         )
         config = self.built.config
         self.tokenizer: Any | None = load_tokenizer(folder)
-        self.core = EngineCore(self.built)
+        model_config = config.model
+        masks = masks_for(self.tokenizer, vocab_size=model_config.vocab_size, eos_token_ids=model_config.eos_token_ids)
+        self.core = EngineCore(self.built, masks=masks)
         self._inputs = InputProcessor(
             config.model, self.tokenizer, max_model_len=self.built.max_model_len, seed=config.seed
         )
