@@ -83,7 +83,7 @@ def generate(
     stream_policy: Annotated[str, typer.Option(help="auto, external or stream.")] = "auto",
     graph_debug: Annotated[bool, typer.Option("--graph-debug", help="Check addresses, poison static buffers.")] = False,
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks; derived from the memory limit without it.")] = None,
-    memory_limit: Annotated[str | None, typer.Option(help="'8GiB' or '60%', weights and caches together.")] = None,
+    memory_limit: Annotated[str | None, typer.Option(help="'8GiB' or '60%'; on a GPU of all that is in use.")] = None,
     prefix_caching: Annotated[bool, typer.Option(help="Let prompts take over what others computed.")] = True,
     num_prefix_snapshots: Annotated[
         int | None, typer.Option(help="Slots for copies of linear-attention state; derived without it.")

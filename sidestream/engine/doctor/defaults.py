@@ -64,10 +64,11 @@ def stream_policy(target: Target) -> Finding:
 
 
 def memory_budget(target: Target) -> Finding:
-    """Bytes for weights and caches together, by the default ``memory_limit``."""
+    """Bytes that the engine keeps within, by the default ``memory_limit``."""
     budget = _resolved(target).memory_budget
     whole = "the GPU's memory" if target.on_gpu else "the host's memory"
-    reason = f"{DEFAULT_MEMORY_SHARE:.0%} of {whole}, for weights and caches together; memory_limit moves it"
+    what = "everything in use on it" if target.on_gpu else "weights and caches together"
+    reason = f"{DEFAULT_MEMORY_SHARE:.0%} of {whole}, for {what}; memory_limit moves it"
     return Finding(round(budget / GIB, 2), reason, "GiB")
 
 
