@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", default="")
     parser.add_argument("--mode", default="full")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--memory-limit", default="120GiB")
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
@@ -51,6 +52,7 @@ def main() -> None:
     user = EngineConfig(
         device="cuda",
         cudagraph_mode=args.mode,
+        dtype=args.dtype,
         kv_cache_dtype=args.kv_cache_dtype,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_capture_tokens=args.max_capture_tokens,

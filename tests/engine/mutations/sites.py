@@ -69,11 +69,15 @@ NOT_STEPS = (
     "streams/cuda.py",
     "streams/inline.py",
     "streams/simulated/",
+    "engine/bench/",
+    "engine/device_memory.py",
     "engine/doctor/",
+    "engine/memory_probe.py",
     "engine/verify/",
 )
 """The devices, which do what they are told; the doctor, whose small programs ask what a device does; ``verify``, which
-runs whole engines one after the other."""
+runs whole engines one after the other; the memory probe and the benchmarks, which run whole steps one after the other and
+read clocks and counters between them."""
 
 
 @dataclass(frozen=True, slots=True)
