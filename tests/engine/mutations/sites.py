@@ -76,8 +76,8 @@ NOT_STEPS = (
     "engine/verify/",
 )
 """The devices, which do what they are told; the doctor, whose small programs ask what a device does; ``verify``, which
-runs whole engines one after the other; the memory probe and the benchmarks, which run whole steps one after the other and
-read clocks and counters between them."""
+runs whole engines one after the other; the memory probe and the benchmarks, which run whole steps one after the other
+and read clocks and counters between them."""
 
 
 @dataclass(frozen=True, slots=True)
