@@ -47,13 +47,20 @@ from sidestream.ops.indexer import decode, keys
 from sidestream.ops.indexer.triton_decode import ScorePlan, paged_scores, score_plan, select_topk_decode
 from sidestream.ops.indexer.triton_keys import POOLS_PLAN, KeysPlan, write_normed_keys, write_pools
 from sidestream.ops.topk import torch_impl as topk_torch
-from sidestream.ops.topk.triton_select import PhysicalRows, SelectPlan, select_plan, select_rows, topk_ascending
+from sidestream.ops.topk.triton_select import (
+    MAX_SPLITS,
+    PhysicalRows,
+    SelectPlan,
+    select_plan,
+    select_rows,
+    topk_ascending,
+)
 
 BYTES_PER_US = 4.28e6
 L2_BYTES = 80e6
 """Pages that are touched between two calls on the same ones: the cache holds 50 MB."""
 CALLS, MOST_CALLS, REPLAYS = 20, 192, 15
-BUDGET_S = 52.0
+BUDGET_S = 34.0
 DIM, BLOCK = 128, 64
 
 
@@ -92,7 +99,7 @@ SHAPES = (
     Shape("v32 1 x 8k", 1, 8192, 8192, 64, 1),
     Shape("v32 64 x 8k", 64, 8192, 8192, 64, 1),
 )
-TOPK_SHAPES = ((4, 131072, 2048, 25.0), (64, 32768, 512, 30.0), (1, 2048, 512, None), (64, 2048, 512, None))
+TOPK_SHAPES = ((4, 131072, 2048, 25.0), (64, 32768, 512, 30.0), (1, 2048, 512, None), (8192, 2048, 512, None))
 
 
 class Step:
@@ -207,12 +214,9 @@ def best_of(variants: Iterable[Any], run: Callable[[Any], float], *, until: floa
 
 def score_variants(shape: Shape) -> list[ScorePlan]:
     """The table's choice first."""
-    rows, entries = shape.rows, shape.table // shape.kpool
-    made = [score_plan(rows, entries, shape.heads)]
-    tiles = [(block, load, 4, 3) for block, load in product((64, 128), (2, 4, 8, 16))]
-    for block, load, warps, stages in [*tiles, (64, 4, 4, 2), (128, 8, 4, 2), (128, 4, 8, 3)]:
-        splits = max(1, min(-(-entries // block), -(-load * 132 // rows)))
-        made.append(ScorePlan(block, splits, warps, stages))
+    usual = score_plan(shape.rows, shape.table // shape.kpool, shape.heads)
+    made = [usual, replace(usual, stages=5 - usual.stages), replace(usual, splits=-(-usual.splits // 2))]
+    made += [replace(usual, splits=2 * usual.splits), replace(usual, block=192 - usual.block)]
     return list(dict.fromkeys(made))
 
 
@@ -220,40 +224,36 @@ def select_variants(entries: int, picks: int, *, rows: int) -> list[SelectPlan]:
     """The table's choice first."""
     usual = select_plan(entries, picks, rows=rows)
     assert usual is not None
-    widest = max(usual.small, usual.merge)
-    made = [usual] + [replace(usual, warps=w) for w in (1, 2, 4, 8, 16, 32) if 2 <= widest // 32 // w <= 64]
+    made = [usual, replace(usual, warps=usual.warps * 2), replace(usual, warps=usual.warps // 2)]
     if usual.merge:
-        made += [replace(usual, tile=tile) for tile in (2048, 8192)]
-        made += [replace(usual, sample=sample) for sample in (1024, 4096)]
-        shares = [replace(usual, splits=splits) for splits in (1, 2, 4, 8, 16, 32) if splits <= entries // 2048]
-        made += shares + [replace(plan, warps=2 * usual.warps) for plan in shares]
+        made[2:] = [replace(usual, splits=min(2 * usual.splits, MAX_SPLITS)), replace(usual, sample=1024)]
+        made += [replace(usual, splits=-(-usual.splits // 2)), replace(usual, tile=2048)]
     return list(dict.fromkeys(made))
 
 
-def check_shape(shape: Shape) -> None:
-    """Every variant, with the map behind and in the top-k, against the torch operators, on ragged lengths."""
+def launches(shape: Shape) -> list[tuple[ScorePlan, SelectPlan, bool]]:
+    """What is checked: every variant once, and the usual one with the map in the top-k and with early launches."""
+    scorings = score_variants(shape)
+    selectings = select_variants(shape.table // shape.kpool, shape.topk // shape.kpool, rows=shape.rows)
+    pairs = [(scoring, selectings[0], False) for scoring in scorings]
+    pairs += [(scorings[0], selecting, False) for selecting in selectings[1:]]
+    late = (replace(scorings[0], pdl=False), replace(selectings[0], pdl=False))
+    return [*pairs, (scorings[0], selectings[0], True), (*late, False), (*late, True)]
+
+
+def check_shape(shape: Shape, scoring: ScorePlan, selecting: SelectPlan, fused: bool) -> None:
+    """One way to launch, with the map behind or in the top-k, against the torch operators, on ragged lengths."""
     step = Step(shape, copies=1, exact=True, ragged=True)
     decode.select_topk_decode(step.q[0], step.weights[0], step.keys, **step.arguments(0))
     want, want_rows, want_counts = step.out.clone(), torch.empty_like(step.rows), torch.empty_like(step.counts)
     named: dict[str, Any] = {"token_rows": step.own_rows, "block_size": BLOCK, "out": want_rows, "counts": want_counts}
     map_torch.logical_to_physical(want, step.tables[0], **named)
-    entries, picks = shape.table // shape.kpool, shape.topk // shape.kpool
-    scorings, selectings = score_variants(shape), select_variants(entries, picks, rows=shape.rows)
-    pairs = [(scoring, selectings[0], False) for scoring in scorings]
-    pairs += [(scorings[0], selecting, False) for selecting in selectings]
-    pairs += [(scorings[0], selectings[0], True)]
-    pairs += [(replace(scorings[0], pdl=True), replace(selectings[0], pdl=True), fused) for fused in (False, True)]
-    for scoring, selecting, fused in pairs:
-        for tensor in (step.out, step.rows, step.counts):
-            tensor.fill_(0x7F7F)
-        try:
-            step.select(0, fused=fused, scoring=scoring, selecting=selecting)
-        except triton.runtime.errors.OutOfResources:
-            continue
-        if not fused:
-            step.map(0, replace(DEFAULT_PLAN, pdl=selecting.pdl))
-        equal = [torch.equal(step.out, want), torch.equal(step.rows, want_rows), torch.equal(step.counts, want_counts)]
-        assert all(equal), f"{shape.name}: selection, rows, counts {equal} by {scoring} {selecting}, fused {fused}"
+    step.out.fill_(0x7F7F7F7F)
+    step.select(0, fused=fused, scoring=scoring, selecting=selecting)
+    if not fused:
+        step.map(0, replace(DEFAULT_PLAN, pdl=selecting.pdl))
+    equal = [torch.equal(step.out, want), torch.equal(step.rows, want_rows), torch.equal(step.counts, want_counts)]
+    assert all(equal), f"selection, rows, counts {equal} by {scoring} {selecting}, fused {fused}"
     if shape.kpool > 1:
         tail, pool = step.tail.clone(), step.keys.clone()
         shared: dict[str, Any] = {"tail": tail, "plan": step.plan, "keys_flat": pool.view(-1, DIM)}
@@ -277,8 +277,8 @@ def measure_shape(shape: Shape, until: float) -> dict[str, Any]:
         select_rows(scored[i % len(scored)], step.lens, step.out, plan=plan, tickets=step.tickets, **shared)
 
     sweeps: dict[str, list[tuple[float, Any]]] = {}
-    writers = [KeysPlan(warps) for warps in (1, 2, 4)]
-    maps = [MapPlan(block, warps) for block, warps in ((512, 4), (256, 2), (1024, 4), (256, 4), (128, 1))]
+    writers = [POOLS_PLAN, replace(POOLS_PLAN, warps=2)]
+    maps = [DEFAULT_PLAN, MapPlan(512, 4)]
     sweeps["keys"] = best_of(writers, lambda v: timed(lambda i: step.write(i, v), copies), until=until)
     sweeps["select"] = best_of(selectings, lambda v: timed(lambda i: pick(i, v), copies), until=until)
     sweeps["map"] = best_of(maps, lambda v: timed(lambda i: step.map(i, v), copies), until=until)
@@ -310,19 +310,16 @@ def measure_shape(shape: Shape, until: float) -> dict[str, Any]:
     return {"shape": shape.name, "bar": shape.bar, "floor": floor, "whole": totals, "sweeps": sweeps}
 
 
-def check_topk(rows: int, size: int, k: int) -> None:
-    """Every variant on scores without ties, with many and with NaN, and all equal."""
+def check_topk(rows: int, size: int, k: int, plan: SelectPlan) -> None:
+    """On scores without ties, with many and with NaN, and all equal."""
     out = torch.empty(rows, k, dtype=torch.int32, device="cuda")
     tickets = torch.zeros(rows, dtype=torch.int32, device="cuda")
     scores, valid = torch.randn(rows, size, device="cuda"), torch.full((rows,), size, device="cuda")
     rough = scores.round(decimals=1)
     rough[:, ::7] = torch.nan
     for data, lens in product((scores, rough, torch.zeros_like(rough)), (valid, valid - 5)):
-        want = topk_torch.topk_ascending(data, lens, k)
-        assert torch.equal(topk_ascending(data, lens, k), want), f"top {k} of {rows} x {size}"
-        for plan in select_variants(size, k, rows=rows):
-            select_rows(data, lens, out, picks=k, kpool=1, per_block=1, plan=plan, tickets=tickets)
-            assert torch.equal(out, want), f"top {k} of {rows} x {size} by {plan}"
+        select_rows(data, lens, out, picks=k, kpool=1, per_block=1, plan=plan, tickets=tickets)
+        assert torch.equal(out, topk_torch.topk_ascending(data, lens, k)), f"top {k} of {rows} x {size} by {plan}"
 
 
 def measure_topk(rows: int, size: int, k: int, bar: float | None, until: float) -> dict[str, Any]:
@@ -356,17 +353,15 @@ def show(result: dict[str, Any]) -> None:
             print(f"    {name:7} {us:6.2f}  {plan}")
 
 
-def check(name: str) -> str:
-    """What is wrong, if anything; in a process of its own, so that all shapes' kernels are compiled side by side."""
+def check(task: tuple[Callable[..., None], tuple[Any, ...]]) -> str:
+    """What is wrong, if anything; in a process of its own, so that all kernels are compiled side by side."""
+    call, arguments = task
     try:
-        for shape in SHAPES:
-            if shape.name == name:
-                check_shape(shape)
-        for rows, size, k, _ in TOPK_SHAPES:
-            if name == f"top {k} of {rows} x {size}":
-                check_topk(rows, size, k)
-    except Exception as error:  # noqa: BLE001  # timings of the other shapes are wanted all the same
-        return f"{name}: {type(error).__name__}: {error}"
+        call(*arguments)
+    except triton.runtime.errors.OutOfResources:
+        return ""
+    except Exception as error:  # noqa: BLE001  # timings of the others are wanted all the same
+        return f"{arguments}: {type(error).__name__}: {error}"
     return ""
 
 
@@ -379,11 +374,17 @@ def main() -> None:
     measures: dict[str, Callable[[float], dict[str, Any]]] = {s.name: partial(measure_shape, s) for s in SHAPES}
     measures |= {f"top {a[2]} of {a[0]} x {a[1]}": partial(measure_topk, *a) for a in TOPK_SHAPES}
     names = [name for name in measures if arguments.only in name]
-    with ProcessPoolExecutor(max_workers=len(names), mp_context=get_context("spawn")) as pool:
-        wrong = [found for found in pool.map(check, names) if found]
+    tasks: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+    for shape in SHAPES:
+        tasks += [(check_shape, (shape, *launch)) for launch in launches(shape) if shape.name in names]
+    for a in TOPK_SHAPES:
+        plans = select_variants(a[1], a[2], rows=a[0]) if f"top {a[2]} of {a[0]} x {a[1]}" in names else []
+        tasks += [(check_topk, (*a[:3], plan)) for plan in plans]
+    with ProcessPoolExecutor(max_workers=15, mp_context=get_context("spawn")) as pool:
+        wrong = [found for found in pool.map(check, tasks) if found]
     checked = time.monotonic()
     print(f"checked in {checked - begin:.0f} s", flush=True)
-    share = max(begin + BUDGET_S - checked, 20.0) / len(names)
+    share = max(begin + BUDGET_S - checked, 10.0) / len(names)
     results = [measures[name](checked + share * (number + 1)) for number, name in enumerate(names)]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {time.monotonic() - begin:.0f} s; microseconds")
     for result in results:

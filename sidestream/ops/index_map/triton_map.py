@@ -26,7 +26,7 @@ class MapPlan:
     pdl: bool = False
 
 
-DEFAULT_PLAN = MapPlan(block=512, warps=4)
+DEFAULT_PLAN = MapPlan(block=256, warps=4)
 
 
 @triton.jit
