@@ -184,7 +184,8 @@ CAPTURES = (
 
 SYNCHRONIZE = "self._backend.synchronize_event(copied)"
 COPY, RECORD = "self._device[:end].copy_(host[:end], non_blocking=True)", "self._backend.record(copied)"
-MOVED = (Edit(UPLOAD, "PackedUpload.place", COPY, f"self._device = torch.zeros_like(self._device); {COPY}"),)
+MOVE = f"self._device = torch.zeros_like(self._device); self._view.cache_clear(); {COPY}"
+MOVED = (Edit(UPLOAD, "PackedUpload.place", COPY, MOVE),)
 
 UPLOADS = (
     Fault(
