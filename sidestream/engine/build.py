@@ -130,9 +130,12 @@ def build_engine(
             memory,
             vocab_size=model_config.vocab_size,
             counted=sum(measured.values()),
+            on_captured=lambda: clock.end("capture"),
         )
         memory.enforce(config.memory_budget)
-    clock.end("capture and warm-up")
+        clock.end("warm-up")
+    else:
+        clock.end("capture")
     return BuiltEngine(
         config=config,
         model=model,

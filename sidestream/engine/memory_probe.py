@@ -41,6 +41,7 @@ def make_ready(
     vocab_size: int,
     counted: int,
     shapes: Sequence[StepPlan] | None = None,
+    on_captured: Callable[[], None] = lambda: None,
 ) -> dict[str, int]:
     """Capture, then run steps; afterwards every kernel is there, and the allocator holds what steps need.
 
@@ -48,6 +49,7 @@ def make_ready(
         steps: on scratch sequences, the largest among them.
         counted: bytes of the weights and caches.
         shapes: to capture; None is all of them.
+        on_captured: called between the captures and the steps.
     Returns:
         Bytes of every part but weights and caches: together the driver's figure.
     """
@@ -56,6 +58,7 @@ def make_ready(
     with runner.on_device():
         runner.capture(shapes=shapes)
         nodes = memory.beside_torch() - beside
+        on_captured()
         for step in steps:
             run_step(runner, step, vocab_size=vocab_size)
     after = memory.segments()
