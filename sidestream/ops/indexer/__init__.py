@@ -68,6 +68,24 @@ def _write_keys(keys_flat: torch.Tensor, rows: torch.Tensor, k: torch.Tensor) ->
     return keys.write_keys(keys_flat, rows, k)
 
 
+@pool_keys.register("cuda")
+def _pool_keys(
+    k: torch.Tensor,
+    gate: torch.Tensor,
+    ape: torch.Tensor,
+    *,
+    tail: torch.Tensor,
+    plan: RingPlan,
+    pools: torch.Tensor,
+) -> torch.Tensor:
+    if k.is_cuda:
+        from sidestream.ops.indexer import triton_keys, triton_pools
+
+        if triton_keys.takes_pools(k, gate, tail, k, plan):
+            return triton_pools.pool_keys(k, gate, ape, tail=tail, plan=plan, pools=pools)
+    return keys.pool_keys(k, gate, ape, tail=tail, plan=plan, pools=pools)
+
+
 @write_pools.register("cuda")
 def _write_pools(
     k: torch.Tensor,

@@ -10,6 +10,7 @@ import torch
 from sidestream.core.ring import RingPlan, plan_ring
 from sidestream.ops.indexer import reference
 from sidestream.ops.indexer.triton_keys import KeysPlan, write_keys, write_normed_keys, write_pools
+from sidestream.ops.indexer.triton_pools import pool_keys
 from tests.ops.triton_mode import DEVICE, INTERPRETED
 from tests.tolerances import BF16_OUTPUT, FP32_ROUNDING
 
@@ -87,6 +88,39 @@ def test_equals_the_reference_for_one_step(normed: bool) -> None:
     torch.testing.assert_close(tail.cpu(), want_tail, rtol=0.0, atol=FP32_ROUNDING if normed else 0.0)
     torch.testing.assert_close(keys[4].cpu(), want_keys[4], rtol=0.0, atol=FP32_ROUNDING)
     assert keys[[1, 2, 3, 5]].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kpool", "rollback"), [(4, 0), (4, 3), (3, 1), (2, 0)])
+def test_pools_of_chunks(dtype: torch.dtype, kpool: int, rollback: int) -> None:
+    """Chunks of other lengths on shuffled slots, whose rings hold NaN at first, against whole sequences' pools."""
+    lengths, cuts = (29, 9, 14), ((0, 7, 8, 29), (0, 1, 6, 9), (0, 4, 14, 14))
+    slots, ring = [3, 1, 2], kpool - 1 + rollback
+    k, gate = [torch.randn(3, 29, DIM).to(dtype) for _ in range(2)]
+    ape, tail = torch.randn(kpool, DIM), torch.full((4 * ring, 2 * DIM), torch.nan, dtype=dtype, device=DEVICE)
+    got: list[list[torch.Tensor]] = [[], [], []]
+    for step in range(3):
+        spans = [(r, cuts[r][step], cuts[r][step + 1]) for r in range(3) if cuts[r][step] < cuts[r][step + 1]]
+        starts, sizes = [first for _, first, _ in spans], [last - first for _, first, last in spans]
+        plan = plan_ring(starts, sizes, [slots[r] for r, _, _ in spans], window=kpool, ring_length=ring)
+        positions = torch.cat([torch.arange(first, last) for _, first, last in spans])
+        ends = torch.nonzero((positions + 1) % kpool == 0).flatten()
+        own, wide = (torch.cat([x[r, first:last] for r, first, last in spans]) for x in (k, gate))
+        merged = torch.full((len(wide), 3 * DIM), torch.nan, dtype=dtype, device=DEVICE)  # a part of a merged product
+        merged[:, DIM : 2 * DIM] = wide
+        own_gate = merged[:, DIM : 2 * DIM]
+        named: dict[str, Any] = {"tail": tail, "plan": to_device(plan), "pools": ends.to(DEVICE)}
+        pooled = pool_keys(own.to(DEVICE), own_gate, ape.to(DEVICE), **named).cpu()
+        for (r, first, last), part in zip(
+            spans, pooled.split([last // kpool - first // kpool for _, first, last in spans]), strict=True
+        ):
+            got[r].append(part)
+            kept = torch.arange(max(first, last - ring), last)
+            assert torch.equal(tail.cpu()[slots[r] * ring + kept % ring], torch.cat([k[r, kept], gate[r, kept]], dim=1))
+    for r, length in enumerate(lengths):
+        want = reference.pooled_keys(k[r, :length].float(), gate[r, :length].float(), ape)
+        torch.testing.assert_close(torch.cat(got[r]).float(), want, **rounding_of(dtype))
+    assert tail[:ring].isnan().all(), "another slot's ring was written"
 
 
 @pytest.mark.parametrize("count", [1, 5, 300])
