@@ -11,7 +11,7 @@ import torch
 from sidestream.config.model import ModelConfig
 from sidestream.layers.loader import LayerLoader
 from sidestream.ops.hyper_connection import hyper_connection_post, hyper_connection_post_pre, hyper_connection_pre
-from sidestream.ops.norm import rms_norm
+from sidestream.ops.norm import add_rms_norm, rms_norm
 
 Sublayer = Callable[[torch.Tensor], torch.Tensor]
 
@@ -27,7 +27,15 @@ class PendingStreams:
     mix: torch.Tensor
 
 
-ResidualState = torch.Tensor | PendingStreams
+@dataclass(frozen=True, slots=True)
+class PendingSum:
+    """x and a sub-layer's output, [T, hidden] each, that are yet to be added."""
+
+    x: torch.Tensor
+    output: torch.Tensor
+
+
+ResidualState = torch.Tensor | PendingStreams | PendingSum
 """[T, hidden], or [T, S, hidden] with hyper-connections, whose last change may be pending."""
 
 
@@ -35,6 +43,8 @@ def settled(state: ResidualState) -> torch.Tensor:
     """The state with nothing pending."""
     if isinstance(state, torch.Tensor):
         return state
+    if isinstance(state, PendingSum):
+        return state.x + state.output
     return hyper_connection_post(state.streams, state.output, state.post, mix=state.mix)
 
 
@@ -51,9 +61,13 @@ class PlainResidual:
         self.eps = config.rms_norm_eps
 
     def __call__(self, state: ResidualState, sublayer: Sublayer) -> ResidualState:
-        """[T, hidden] -> [T, hidden]."""
-        x = settled(state)
-        return x + sublayer(rms_norm(x, self.weight, self.eps))
+        """[T, hidden] -> [T, hidden], the sub-layer's output pending."""
+        if isinstance(state, PendingSum):
+            x, normed = add_rms_norm(state.x, state.output, self.weight, self.eps)
+        else:
+            x = settled(state)
+            normed = rms_norm(x, self.weight, self.eps)
+        return PendingSum(x, sublayer(normed))
 
 
 class HyperConnection:
@@ -90,11 +104,11 @@ class HyperConnection:
             "eps": self.hc.eps,
             "iters": self.hc.sinkhorn_iters,
         }
-        if isinstance(state, torch.Tensor):
-            streams = state
-            normed, post, mix = hyper_connection_pre(streams, self.fn, self.base, **settings)
-        else:
+        if isinstance(state, PendingStreams):
             streams, normed, post, mix = hyper_connection_post_pre(
                 state.streams, state.output, state.post, self.fn, self.base, mix=state.mix, **settings
             )
+        else:
+            streams = settled(state)
+            normed, post, mix = hyper_connection_pre(streams, self.fn, self.base, **settings)
         return PendingStreams(streams, sublayer(normed), post, mix)

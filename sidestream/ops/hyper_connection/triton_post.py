@@ -87,12 +87,10 @@ def _mix(
     EARLY: tl.constexpr,
 ) -> None:
     if EARLY:
-        gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = h < H
-    dtype = out.dtype.element_ty
     x = streams + row * 4 * H + h
     x0 = tl.load(x, mask=real, other=0.0).to(tl.float32)
     x1 = tl.load(x + H, mask=real, other=0.0).to(tl.float32)
@@ -101,11 +99,30 @@ def _mix(
     given = tl.load(output + row * output_row + h, mask=real, other=0.0).to(tl.float32)
     mix += row * mix_row
     post += row * post_row
+    if EARLY:
+        gdc_launch_dependents()  # not before: programs of the next kernel would crowd where there is room first
+    written = out + row * 4 * H + h
     for j in tl.static_range(4):
-        share = mix + j * mix_to
-        total = x0 * tl.load(share).to(dtype).to(tl.float32)
-        total += x1 * tl.load(share + mix_from).to(dtype).to(tl.float32)
-        total += x2 * tl.load(share + 2 * mix_from).to(dtype).to(tl.float32)
-        total += x3 * tl.load(share + 3 * mix_from).to(dtype).to(tl.float32)
-        placed = given * tl.load(post + j * post_stream).to(dtype).to(tl.float32)
-        tl.store(out + (row * 4 + j) * H + h, (total + 2.0 * placed).to(dtype), mask=real)
+        new = new_stream(x0, x1, x2, x3, given, mix + j * mix_to, post + j * post_stream, mix_from, out)
+        tl.store(written + j * H, new, mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def new_stream(
+    x0: tl.tensor,
+    x1: tl.tensor,
+    x2: tl.tensor,
+    x3: tl.tensor,
+    given: tl.tensor,
+    share: tl.tensor,
+    placed: tl.tensor,
+    share_from: tl.tensor,
+    out: tl.tensor,
+) -> tl.tensor:
+    """Columns of a new stream in the dtype of ``out``: from those of the four old ones and of the output, fp32."""
+    dtype = out.dtype.element_ty
+    total = x0 * tl.load(share).to(dtype).to(tl.float32)
+    total += x1 * tl.load(share + share_from).to(dtype).to(tl.float32)
+    total += x2 * tl.load(share + 2 * share_from).to(dtype).to(tl.float32)
+    total += x3 * tl.load(share + 3 * share_from).to(dtype).to(tl.float32)
+    return (total + 2.0 * (given * tl.load(placed).to(dtype).to(tl.float32))).to(dtype)

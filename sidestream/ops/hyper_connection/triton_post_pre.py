@@ -1,9 +1,9 @@
-"""New hyper-connection streams and the next collapse in two Triton kernels: one mixes and multiplies, one finishes.
+"""New hyper-connection streams and the next collapse of a row or two in two Triton kernels: one mixes and multiplies.
 
-A program of the first takes some rows and a share of the columns of all four streams: it mixes them, writes them, and
+A program of the first takes a row and a share of the columns of all four streams: it mixes them, writes them, and
 multiplies what it wrote with its share of ``fn``, so that streams are read once and a launch is saved between two
-sublayers. The second is that of ``triton_pre``. Floor as there, less a read of the streams; two launches. Expected: 4.5
-us at batch 1 and 7 at 64.
+sublayers. The second is that of ``triton_pre``. Floor: ``fn`` (1.6 MB), 0.4 us; two launches and latencies of about 2
+us. Expected: 5 us at batch 1.
 
 A row's streams are those of ``triton_post``, bit for bit; the collapse sums its shares in another order than
 ``triton_pre``.
@@ -17,17 +17,16 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.ops.hyper_connection import triton_post, triton_pre
+from sidestream.ops.hyper_connection.triton_post import new_stream
 from sidestream.ops.hyper_connection.triton_pre import COLUMNS, Launch
 
-MOST_ROWS = 128
-"""More are bound by bytes, not by launches, and wide tiles multiply them faster."""
-LEAST_COLUMNS = 16
-"""Of one stream in a share: what a matrix unit takes."""
+MOST_ROWS = 2
+"""More share a program's ``fn`` on matrix units, whose tiles this kernel would have to turn first."""
 
 
-def launch_for(rows: int) -> Launch:
+def launch_for(hidden: int) -> Launch:
     """``depth`` is that of a share, a quarter of it from each stream."""
-    return Launch(block=16, shares=128, depth=128, warps=4, finish_warps=4, overlap=True, early=True)
+    return Launch(block=1, shares=128, depth=hidden // 32, warps=4, finish_warps=4, overlap=True, early=True)
 
 
 def takes(
@@ -36,11 +35,12 @@ def takes(
     """Whether the kernels run these: what ``triton_post`` and ``triton_pre`` take, in few rows of suitable width."""
     T, _, H = streams.shape
     both = triton_post.takes(streams, output) and triton_pre.takes(streams, fn, base, norm_weight)
-    return both and T <= MOST_ROWS and _fits(H, launch_for(T))
+    return both and T <= MOST_ROWS and _fits(H, launch_for(H))
 
 
 def _fits(hidden: int, launch: Launch) -> bool:
-    return hidden % launch.shares == 0 and launch.depth == 4 * hidden // launch.shares >= 4 * LEAST_COLUMNS
+    width = hidden // launch.shares
+    return launch.block == 1 and hidden % launch.shares == 0 and launch.depth == 4 * width and width & (width - 1) == 0
 
 
 def hyper_connection_post_pre(
@@ -60,13 +60,12 @@ def hyper_connection_post_pre(
     """As ``torch_impl.hyper_connection_post_pre``; for what ``takes`` allows. All results are contiguous."""
     T, _, H = streams.shape
     if launch is None:
-        launch = launch_for(T)
+        launch = launch_for(H)
     assert _fits(H, launch), f"streams of {H} in {launch}"
-    compiled = isinstance(_mix_and_multiply, triton.JITFunction)  # else interpreted, which has no bf16 products
-    early = launch.early and compiled
+    early = launch.early and isinstance(_mix_and_multiply, triton.JITFunction)
     out = torch.empty_like(streams)
     partials = torch.empty(T, launch.shares, COLUMNS, dtype=torch.float32, device=streams.device)
-    _mix_and_multiply[(triton.cdiv(T, launch.block), launch.shares)](
+    _mix_and_multiply[(T, launch.shares)](
         streams,
         output,
         post,
@@ -74,16 +73,13 @@ def hyper_connection_post_pre(
         fn,
         out,
         partials,
-        T,
         output.stride(0),
         post.stride(0),
         post.stride(1),
         *mix.stride(),
         H=H,
-        BLOCK=launch.block,
         SHARES=launch.shares,
         WIDTH=H // launch.shares,
-        SPLIT=compiled and streams.dtype == torch.bfloat16,
         EARLY=early,
         num_warps=launch.warps,
         **({"launch_pdl": True} if early else {}),
@@ -102,7 +98,7 @@ def hyper_connection_post_pre(
     return (out, *collapsed)
 
 
-@triton.jit(do_not_specialize=["T"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
 def _mix_and_multiply(
     streams: tl.tensor,
     output: tl.tensor,
@@ -111,7 +107,6 @@ def _mix_and_multiply(
     fn: tl.tensor,
     out: tl.tensor,
     partials: tl.tensor,
-    T: tl.tensor,
     output_row: tl.tensor,
     post_row: tl.tensor,
     post_stream: tl.tensor,
@@ -119,59 +114,45 @@ def _mix_and_multiply(
     mix_to: tl.tensor,
     mix_from: tl.tensor,
     H: tl.constexpr,
-    BLOCK: tl.constexpr,
     SHARES: tl.constexpr,
     WIDTH: tl.constexpr,
-    SPLIT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """out as ``triton_post`` has it, and partials[row, share] as ``triton_pre`` has them, of WIDTH columns a stream."""
     if EARLY:
         gdc_launch_dependents()
-    dtype = out.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1)
     h = share * WIDTH + tl.arange(0, WIDTH)
     column = tl.arange(0, 32)
     used = (column < 24)[:, None] & (h >= 0)[None, :]
-    factor_at = fn + column[:, None] * (4 * H) + h[None, :]
-    ahead = tl.load(factor_at, mask=used, other=0.0)  # never changes, so it need not wait for the kernel before
+    factor = fn + column[:, None] * (4 * H) + h[None, :]
+    # fn never changes, so it need not wait for the kernel before.
+    f0 = tl.load(factor, mask=used, other=0.0)
+    f1 = tl.load(factor + H, mask=used, other=0.0)
+    f2 = tl.load(factor + 2 * H, mask=used, other=0.0)
+    f3 = tl.load(factor + 3 * H, mask=used, other=0.0)
     if EARLY:
         gdc_wait()
-    here = row < T
-    real = here[:, None] & (h >= 0)[None, :]
-    x = streams + row[:, None] * (4 * H) + h[None, :]
-    x0 = tl.load(x, mask=real, other=0.0).to(tl.float32)
-    x1 = tl.load(x + H, mask=real, other=0.0).to(tl.float32)
-    x2 = tl.load(x + 2 * H, mask=real, other=0.0).to(tl.float32)
-    x3 = tl.load(x + 3 * H, mask=real, other=0.0).to(tl.float32)
-    given = tl.load(output + row[:, None] * output_row + h[None, :], mask=real, other=0.0).to(tl.float32)
+    x = streams + row * (4 * H) + h
+    x0 = tl.load(x).to(tl.float32)
+    x1 = tl.load(x + H).to(tl.float32)
+    x2 = tl.load(x + 2 * H).to(tl.float32)
+    x3 = tl.load(x + 3 * H).to(tl.float32)
+    given = tl.load(output + row * output_row + h).to(tl.float32)
     mix += row * mix_row
     post += row * post_row
-    products = tl.zeros((BLOCK, 32), dtype=tl.float32)
-    square = tl.zeros((BLOCK,), dtype=tl.float32)
-    for j in tl.static_range(4):
-        weight = mix + j * mix_to
-        total = x0 * tl.load(weight, mask=here, other=0.0).to(dtype).to(tl.float32)[:, None]
-        total += x1 * tl.load(weight + mix_from, mask=here, other=0.0).to(dtype).to(tl.float32)[:, None]
-        total += x2 * tl.load(weight + 2 * mix_from, mask=here, other=0.0).to(dtype).to(tl.float32)[:, None]
-        total += x3 * tl.load(weight + 3 * mix_from, mask=here, other=0.0).to(dtype).to(tl.float32)[:, None]
-        placed = given * tl.load(post + j * post_stream, mask=here, other=0.0).to(dtype).to(tl.float32)[:, None]
-        new = (total + 2.0 * placed).to(dtype)
-        tl.store(out + (row[:, None] * 4 + j) * H + h[None, :], new, mask=real)
-        wide = new.to(tl.float32)
-        square += tl.sum(wide * wide, axis=1)
-        factor = ahead if j == 0 else tl.load(factor_at + j * H, mask=used, other=0.0)
-        if SPLIT:
-            high = factor.to(tl.bfloat16)
-            rest = factor - high.to(tl.float32)
-            middle = rest.to(tl.bfloat16)
-            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-            products = tl.dot(new, tl.trans(low), products)
-            products = tl.dot(new, tl.trans(middle), products)
-            products = tl.dot(new, tl.trans(high), products)
-        else:
-            products = tl.dot(wide, tl.trans(factor), products, input_precision="ieee")
-    result = tl.where(column[None, :] == 24, square[:, None], products)
-    at = (row[:, None] * SHARES + share) * 32 + column[None, :]
-    tl.store(partials + at, result, mask=here[:, None])
+    n0 = new_stream(x0, x1, x2, x3, given, mix, post, mix_from, out)
+    n1 = new_stream(x0, x1, x2, x3, given, mix + mix_to, post + post_stream, mix_from, out)
+    n2 = new_stream(x0, x1, x2, x3, given, mix + 2 * mix_to, post + 2 * post_stream, mix_from, out)
+    n3 = new_stream(x0, x1, x2, x3, given, mix + 3 * mix_to, post + 3 * post_stream, mix_from, out)
+    written = out + row * (4 * H) + h
+    tl.store(written, n0)
+    tl.store(written + H, n1)
+    tl.store(written + 2 * H, n2)
+    tl.store(written + 3 * H, n3)
+    w0, w1, w2, w3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
+    square = tl.sum((w0 * w0 + w1 * w1) + (w2 * w2 + w3 * w3), axis=0)
+    summed = (f0 * w0[None, :] + f1 * w1[None, :]) + (f2 * w2[None, :] + f3 * w3[None, :])
+    result = tl.where(column == 24, square, tl.sum(summed, axis=1))
+    tl.store(partials + (row * SHARES + share) * 32 + column, result)

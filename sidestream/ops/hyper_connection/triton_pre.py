@@ -31,7 +31,7 @@ class Launch:
     """How the two kernels are launched.
 
     Attributes:
-        block: rows that a program multiplies; a power of two, at least 16.
+        block: rows that a program multiplies: 1, on the plain units and in one step, or a power of two from 16 on.
         shares: parts of ``fn``.
         depth: elements of a share multiplied at once.
         warps: of the products; finish_warps: of the second kernel.
@@ -51,13 +51,15 @@ class Launch:
     early: bool = False
 
 
-def launch_for(rows: int) -> Launch:
+def launch_for(rows: int, width: int) -> Launch:
     """Swept on an H200. Sinkhorn's programs repeat their work in each warp, so four warps: one for each scheduler. At
     least eight shares: the fewer terms a matrix unit adds up in a row, the less of fp32 it loses."""
+    if rows <= 2 and width <= 128 * 128:
+        return Launch(block=1, shares=128, depth=128, warps=4, finish_warps=4, overlap=True, early=True)
     if rows <= 16:
         return Launch(block=16, shares=128, depth=128, warps=4, finish_warps=4, overlap=True, early=True)
     if rows <= 128:
-        return Launch(block=64, shares=64, depth=64, warps=4, finish_warps=4, overlap=True, early=True)
+        return Launch(block=64, shares=128, depth=128, warps=4, finish_warps=4, overlap=True, early=True)
     if rows <= 512:
         return Launch(block=32, shares=16, depth=128, warps=4, finish_warps=4)
     return Launch(block=64, shares=8, depth=64, warps=4, finish_warps=4, sinkhorn_rows=128)
@@ -85,9 +87,10 @@ def hyper_connection_pre(
     """As ``torch_impl.hyper_connection_pre``; for what ``takes`` allows. All three results are contiguous."""
     T, S, H = streams.shape
     if launch is None:
-        launch = launch_for(T)
+        launch = launch_for(T, S * H)
     width = S * H
     steps = triton.cdiv(triton.cdiv(width, launch.depth), launch.shares)
+    assert launch.block > 1 or steps == 1, f"a row of {width} in {launch}"
     compiled = isinstance(_products, triton.JITFunction)  # else interpreted, which has no bf16 products
     overlap, early = launch.overlap and compiled, launch.early and compiled
     partials = torch.empty(T, launch.shares, COLUMNS, dtype=torch.float32, device=streams.device)
@@ -174,40 +177,74 @@ def _products(
     OVERLAP: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """partials[row, share]. With ``SPLIT`` fp32 factors are three bf16 terms (24 bits), whose products with bf16
-    streams are exact: matrix units then add in fp32."""
-    if OVERLAP:
-        gdc_launch_dependents()
-    if EARLY:
-        gdc_wait()
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """partials[row, share]. ``fn`` never changes, so a program that takes all of its share at once has it before it
+    waits for the kernel before. ``_finish`` reads streams before it waits, so it may start only behind that."""
     share = tl.program_id(1)
     column = tl.arange(0, 32)
     first = share * STEPS * DEPTH
-    products = tl.zeros((BLOCK, 32), dtype=tl.float32)
-    square = tl.zeros((BLOCK,), dtype=tl.float32)
-    for step in range(STEPS):
-        k = first + step * DEPTH + tl.arange(0, DEPTH)
-        real = (row < T)[:, None] & (k < WIDTH)[None, :]
-        x = tl.load(streams + row[:, None] * WIDTH + k[None, :], mask=real, other=0.0)
-        factor = tl.load(
-            fn + column[:, None] * WIDTH + k[None, :], mask=(column < 24)[:, None] & (k < WIDTH)[None, :], other=0.0
-        )
-        wide = x.to(tl.float32)
-        square += tl.sum(wide * wide, axis=1)
-        if SPLIT:
-            high = factor.to(tl.bfloat16)
-            rest = factor - high.to(tl.float32)
-            middle = rest.to(tl.bfloat16)
-            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-            products = tl.dot(x, tl.trans(low), products)
-            products = tl.dot(x, tl.trans(middle), products)
-            products = tl.dot(x, tl.trans(high), products)
+    k = first + tl.arange(0, DEPTH)
+    factor_at = fn + column[:, None] * WIDTH + k[None, :]
+    known = (column < 24)[:, None] & (k < WIDTH)[None, :]
+    if BLOCK == 1:
+        factor = tl.load(factor_at, mask=known, other=0.0)
+        _wait(EARLY, OVERLAP)
+        one = tl.program_id(0).to(tl.int64)
+        alone = tl.load(streams + one * WIDTH + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+        sums = tl.sum(factor * alone[None, :], axis=1)
+        sums = tl.where(column == 24, tl.sum(alone * alone, axis=0), sums)
+        tl.store(partials + (one * SHARES + share) * 32 + column, sums)
+    else:
+        row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        products = tl.zeros((BLOCK, 32), dtype=tl.float32)
+        square = tl.zeros((BLOCK,), dtype=tl.float32)
+        if STEPS == 1:
+            factor = tl.load(factor_at, mask=known, other=0.0)
+            _wait(EARLY, OVERLAP)
+            real = (row < T)[:, None] & (k < WIDTH)[None, :]
+            x = tl.load(streams + row[:, None] * WIDTH + k[None, :], mask=real, other=0.0)
+            square += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
+            products = multiplied(x, factor, products, SPLIT)
         else:
-            products = tl.dot(wide, tl.trans(factor), products, input_precision="ieee")
-    result = tl.where(column[None, :] == 24, square[:, None], products)
-    at = (row[:, None] * SHARES + share) * 32 + column[None, :]
-    tl.store(partials + at, result, mask=(row < T)[:, None])
+            _wait(EARLY, OVERLAP)
+            for step in range(STEPS):
+                k = first + step * DEPTH + tl.arange(0, DEPTH)
+                real = (row < T)[:, None] & (k < WIDTH)[None, :]
+                x = tl.load(streams + row[:, None] * WIDTH + k[None, :], mask=real, other=0.0)
+                known = (column < 24)[:, None] & (k < WIDTH)[None, :]
+                factor = tl.load(fn + column[:, None] * WIDTH + k[None, :], mask=known, other=0.0)
+                square += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
+                products = multiplied(x, factor, products, SPLIT)
+        result = tl.where(column[None, :] == 24, square[:, None], products)
+        at = (row[:, None] * SHARES + share) * 32 + column[None, :]
+        tl.store(partials + at, result, mask=(row < T)[:, None])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _wait(EARLY: tl.constexpr, OVERLAP: tl.constexpr) -> None:
+    if EARLY:
+        gdc_wait()
+    if OVERLAP:
+        gdc_launch_dependents()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def multiplied(x: tl.tensor, factor: tl.tensor, products: tl.tensor, SPLIT: tl.constexpr) -> tl.tensor:
+    """products [rows, 32] plus x [rows, depth] through fp32 ``factor`` [32, depth].
+
+    With ``SPLIT`` a factor is three bf16 terms (24 bits), whose products with bf16 streams are exact: matrix units then
+    add in fp32.
+    """
+    if SPLIT:
+        high = factor.to(tl.bfloat16)
+        rest = factor - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        products = tl.dot(x, tl.trans(low), products)
+        products = tl.dot(x, tl.trans(middle), products)
+        products = tl.dot(x, tl.trans(high), products)
+    else:
+        products = tl.dot(x.to(tl.float32), tl.trans(factor), products, input_precision="ieee")
+    return products
 
 
 @triton.jit(do_not_specialize=["T", "iterating"])  # type: ignore[untyped-decorator]
@@ -234,12 +271,14 @@ def _finish(
 ) -> None:
     """The first ``iterating`` programs take ``ROWS`` rows each through Sinkhorn, the others collapse one row each."""
     program = tl.program_id(0)
+    column = tl.arange(0, 32)
+    bias = tl.load(base + column, mask=column < 24, other=0.0)
     if OVERLAP:
         gdc_launch_dependents()
     if program < iterating:
         if OVERLAP:
             gdc_wait()
-        _spread(partials, base, post, mix, norm_eps, eps, T, 4 * H, SHARES, ROWS, ITERS, FAST)
+        _spread(partials, base, bias, post, mix, norm_eps, eps, T, 4 * H, SHARES, ROWS, ITERS, FAST)
     else:
         row = (program - iterating).to(tl.int64)
         h = tl.arange(0, BLOCK)
@@ -253,11 +292,9 @@ def _finish(
         x3 = tl.load(x + 3 * H, mask=h < H, other=0.0)
         if OVERLAP and not FRESH:
             gdc_wait()
-        column = tl.arange(0, 32)
         share = tl.arange(0, SHARES)
         sums = tl.sum(tl.load(partials + (row * SHARES + share[:, None]) * 32 + column[None, :]), axis=0)
         inverse = tl.rsqrt(tl.sum(tl.where(column == 24, sums, 0.0), axis=0) / (4 * H) + norm_eps)
-        bias = tl.load(base + column, mask=column < 4, other=0.0)
         pre = tl.sigmoid(sums * inverse + bias) + eps
         total = tl.sum(tl.where(column == 0, pre, 0.0), axis=0) * x0.to(tl.float32)
         total += tl.sum(tl.where(column == 1, pre, 0.0), axis=0) * x1.to(tl.float32)
@@ -273,6 +310,7 @@ def _finish(
 def _spread(
     partials: tl.tensor,
     base: tl.tensor,
+    bias: tl.tensor,
     post: tl.tensor,
     mix: tl.tensor,
     norm_eps: tl.tensor,
@@ -294,7 +332,7 @@ def _spread(
         there = real
         sums = tl.sum(tl.load(at), axis=0)
         inverse = tl.rsqrt(tl.sum(tl.where(column == 24, sums, 0.0), axis=0) / width + norm_eps)
-        logits = sums * inverse + tl.load(base + column, mask=column < 24, other=0.0)
+        logits = sums * inverse + bias
         opened = tl.sigmoid(logits)
         tl.store(post + row * 4 + column - 4, opened, mask=(column >= 4) & (column < 8))
     else:

@@ -42,8 +42,7 @@ def launch_for(rows: int, out_features: int, in_features: int) -> Launch | None:
     if in_features % 32 or rows == 0:
         return None
     if rows == 1:
-        return Launch(1, 4, 1024, 4, 1, ahead=16)
+        return Launch(1, 2, 4096, 8, 1) if in_features % 4096 == 0 else Launch(1, 8, 512, 4, 1)
     if rows <= 16:
-        splits = 4 if out_features <= 8192 else 1
-        return Launch(16, 32, 128, 4, 4, splits, ahead=16)
+        return Launch(16, 64, 128, 4, 4, splits=4 if out_features <= 8192 else 1)
     return None

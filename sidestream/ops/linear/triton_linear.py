@@ -18,6 +18,8 @@ from sidestream.ops.prefetch import prefetch
 UPCAST = bool(triton.knobs.runtime.interpret)
 """The interpreter multiplies bf16 wrongly."""
 SUM_BLOCK = 1024
+ASKING: tl.constexpr = 1056
+"""Programs that ask ahead, eight a multiprocessor: those that wait. The others come when weights are on their way."""
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -84,7 +86,7 @@ def _one_row(
     if PDL:
         if RELEASE:
             gdc_launch_dependents()
-        if AHEAD > 0:
+        if AHEAD > 0 and tl.program_id(0) < ASKING:
             asked = tl.program_id(0).to(tl.int64) * (COLUMNS * K * 2) + tl.arange(0, AHEAD // CHUNK) * CHUNK
             prefetch(weight, asked, N.to(tl.int64) * K * 2, CHUNK)
         gdc_wait()
@@ -134,7 +136,7 @@ def _some_rows(
     if PDL:
         if RELEASE:
             gdc_launch_dependents()
-        if AHEAD > 0:
+        if AHEAD > 0 and tl.program_id(0) < ASKING:
             OF_A_ROW: tl.constexpr = AHEAD // COLUMNS // CHUNK
             lane = tl.arange(0, COLUMNS * OF_A_ROW)
             asked = tl.minimum(tl.program_id(0) * COLUMNS + lane // OF_A_ROW, N - 1).to(tl.int64) * K

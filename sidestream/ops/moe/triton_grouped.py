@@ -56,6 +56,7 @@ def experts(
     partial = torch.empty(pairs + num_shared * T, H, dtype=dtype, device=x.device)
     out = torch.empty(T, H, dtype=x.dtype, device=x.device)
     ids = ids.contiguous()
+    pdl = tiles.pdl and not UPCAST
     _plan[(num_experts,)](
         ids,
         order,
@@ -66,8 +67,8 @@ def experts(
         ROWS=rows,
         BINS=triton.next_power_of_2(num_experts + 1),
         CHUNK=128 if pairs <= 128 else 1024,
-        PDL=tiles.pdl,
-        launch_pdl=tiles.pdl,
+        PDL=pdl,
+        launch_pdl=pdl,
     )
     where = (order, block_expert, T, routed_blocks, shared_blocks, num_experts)
     columns, depth = dividing(inner, tiles.gate_up.columns), dividing(H, tiles.gate_up.depth)
@@ -87,8 +88,8 @@ def experts(
         LIMITED=swiglu_limit is not None,
         UPCAST=UPCAST,
         DESCRIBED=tiles.described,
-        PDL=tiles.pdl,
-        launch_pdl=tiles.pdl,
+        PDL=pdl,
+        launch_pdl=pdl,
         num_warps=tiles.gate_up.warps,
         num_stages=tiles.gate_up.stages,
     )
@@ -106,8 +107,8 @@ def experts(
         DEPTH=depth,
         UPCAST=UPCAST,
         DESCRIBED=tiles.described,
-        PDL=tiles.pdl,
-        launch_pdl=tiles.pdl,
+        PDL=pdl,
+        launch_pdl=pdl,
         num_warps=tiles.down.warps,
         num_stages=tiles.down.stages,
     )
@@ -122,8 +123,8 @@ def experts(
         TOP_K=top_k,
         SHARED=num_shared,
         BLOCK=block,
-        PDL=tiles.pdl,
-        launch_pdl=tiles.pdl,
+        PDL=pdl,
+        launch_pdl=pdl,
         num_warps=4,
     )
     return out

@@ -16,6 +16,10 @@ from sidestream.ops.moe.triton_swiglu import clamped_swiglu
 from sidestream.ops.moe.triton_tiles import ExpertTiles, dividing
 from sidestream.ops.prefetch import prefetch
 
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+ASK_AHEAD = True
+"""Have the shared experts' gate and up brought to the L2 cache while the router still chooses."""
+
 
 def experts(
     x: torch.Tensor,
@@ -34,6 +38,7 @@ def experts(
     hidden = torch.empty(slots, inner, dtype=x.dtype, device=x.device)
     out = torch.empty(1, H, dtype=x.dtype, device=x.device)
     ids = ids.contiguous()
+    pdl = tiles.pdl and not INTERPRETED
     up_columns, down_columns = dividing(inner, tiles.gate_up.columns), dividing(H, tiles.down.columns)
     _gate_up_one[(slots * (inner // up_columns),)](
         x,
@@ -52,8 +57,9 @@ def experts(
         DEPTH=dividing(H, tiles.gate_up.depth),
         LIMITED=swiglu_limit is not None,
         STAGES=tiles.gate_up.stages,
-        PDL=tiles.pdl,
-        launch_pdl=tiles.pdl,
+        AHEAD=ASK_AHEAD,
+        PDL=pdl,
+        launch_pdl=pdl,
         num_warps=tiles.gate_up.warps,
     )
     _down_one[(H // down_columns,)](
@@ -70,8 +76,8 @@ def experts(
         COLUMNS=down_columns,
         DEPTH=dividing(inner, tiles.down.depth),
         STAGES=tiles.down.stages,
-        PDL=tiles.pdl,
-        launch_pdl=tiles.pdl,
+        PDL=pdl,
+        launch_pdl=pdl,
         num_warps=tiles.down.warps,
     )
     return out
@@ -103,6 +109,7 @@ def _gate_up_one(
     DEPTH: tl.constexpr,
     LIMITED: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """hidden [slots, INNER]: COLUMNS rows of gate and of up a program, whole rows."""
@@ -111,7 +118,7 @@ def _gate_up_one(
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
     if PDL:
-        if slot >= TOP_K:  # known without the choice
+        if AHEAD and slot >= TOP_K:  # known without the choice
             first = ((num_experts + slot - TOP_K).to(tl.int64) * 2 * INNER + part * COLUMNS) * (2 * H)
             asked = first + tl.arange(0, COLUMNS * H * 2 // CHUNK) * CHUNK
             prefetch(w13, asked, first + COLUMNS * H * 2, CHUNK)
@@ -129,8 +136,8 @@ def _gate_up_one(
         row = tl.load(x + (first + k) * x_stride).to(tl.float32)[None, :]
         gate += tl.load(gate_at + first).to(tl.float32) * row
         up += tl.load(gate_at + first + INNER * H).to(tl.float32) * row
-    if PDL:
-        gdc_launch_dependents()  # not before: programs of the next kernel would crowd where there is room first
+    if PDL:  # late, so that programs of the next kernel spread; behind the wait, since they read ids
+        gdc_launch_dependents()
     value = clamped_swiglu(tl.sum(gate, 1), tl.sum(up, 1), limit, LIMITED)
     tl.store(hidden + slot * INNER + column, value.to(hidden.dtype.element_ty))
 

@@ -38,7 +38,7 @@ def route(
     """
     T, H = x.shape
     E = weight.shape[0]
-    pdl = tiles is not None and tiles.pdl
+    pdl = tiles is not None and tiles.pdl and not INTERPRETED
     if tiles is None:
         parts = torch.nn.functional.linear(x.float(), weight).unsqueeze(0)
     else:

@@ -80,13 +80,13 @@ times as long at 512 rows and at 8,192."""
 MANY_ROWS = ExpertTiles(128, Tiles(128, 64, 8, 3), Tiles(256, 64, 8, 3))
 
 ROUTER_TILES = (
-    (1, RouterTiles(1, 4, 512, 4, 4, 1, dot=False, pdl=True)),
+    (1, RouterTiles(1, 2, 1024, 4, 4, 1, dot=False, pdl=True)),
     (4, RouterTiles(4, 4, 256, 4, 4, 1, dot=False, pdl=True)),
     (16, RouterTiles(8, 4, 128, 8, 4, 1, dot=False, pdl=True)),
-    (64, RouterTiles(64, 16, 64, 16, 4, 3, dot=True, pdl=True)),
-    (512, RouterTiles(64, 32, 64, 8, 4, 3, dot=True, pdl=True)),
+    (64, RouterTiles(64, 16, 64, 32, 4, 3, dot=True, pdl=True)),
+    (512, RouterTiles(64, 16, 64, 8, 4, 3, dot=True, pdl=True)),
 )
-"""(most tokens, tiles), in order."""
+"""(most tokens, tiles), in order; swept on an H200."""
 MANY_TOKENS = RouterTiles(128, 64, 64, 4, 8, 3, dot=True, pdl=True)
 FP32_DOT_TOKENS = 256
 """Tokens in fp32 beyond which the product is the library's."""

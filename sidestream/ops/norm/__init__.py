@@ -7,9 +7,10 @@ import torch
 from sidestream.ops.norm import torch_impl
 from sidestream.ops.operator import operator
 
-__all__ = ["gated_rms_norm", "layer_norm", "rms_norm"]
+__all__ = ["add_rms_norm", "gated_rms_norm", "layer_norm", "rms_norm"]
 
 rms_norm = operator("norm.rms_norm", reads=("x", "weight"))(torch_impl.rms_norm)
+add_rms_norm = operator("norm.add_rms_norm", reads=("x", "output", "weight"))(torch_impl.add_rms_norm)
 layer_norm = operator("norm.layer_norm", reads=("x", "weight", "bias"))(torch_impl.layer_norm)
 gated_rms_norm = operator("norm.gated_rms_norm", reads=("x", "gate", "weight"))(torch_impl.gated_rms_norm)
 
@@ -22,6 +23,18 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
         if triton_norms.takes(x, weight):
             return triton_norms.rms_norm(x, weight, eps)
     return torch_impl.rms_norm(x, weight, eps)
+
+
+@add_rms_norm.register("cuda")
+def _add_rms_norm(
+    x: torch.Tensor, output: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if x.is_cuda:
+        from sidestream.ops.norm import triton_norms
+
+        if x.dim() == 2 and triton_norms.takes(x, output, weight):
+            return triton_norms.add_rms_norm(x, output, weight, eps)
+    return torch_impl.add_rms_norm(x, output, weight, eps)
 
 
 @layer_norm.register("cuda")

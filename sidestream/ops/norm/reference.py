@@ -12,6 +12,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return normed.to(x.dtype) * weight.to(x.dtype)
 
 
+def add_rms_norm(
+    x: torch.Tensor, output: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add in fp32, round, then normalise. See ``torch_impl.add_rms_norm``."""
+    total = (x.float() + output.float()).to(x.dtype)
+    return total, rms_norm(total, weight, eps)
+
+
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, eps: float) -> torch.Tensor:
     """Centre, normalise and scale in fp32, rounding once. See ``torch_impl.layer_norm``."""
     wide = x.float()

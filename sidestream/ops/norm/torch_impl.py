@@ -28,6 +28,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return normed.to(x.dtype).mul_(weight)
 
 
+def add_rms_norm(
+    x: torch.Tensor, output: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + output, and its RMS norm: what lies between two sublayers of a plain residual.
+
+    Args:
+        x, output: [T, D] of one dtype.
+        weight, eps: as in ``rms_norm``.
+    Returns:
+        (sum, normed), each [T, D] in ``x.dtype``; the sum is rounded before it is normalised.
+    """
+    total = x + output
+    return total, rms_norm(total, weight, eps)
+
+
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, eps: float) -> torch.Tensor:
     """Layer norm over the last dimension, with fp32 statistics.
 

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MAX_WIDTH = 16384
 """Widest row that stays in one program's registers."""
 TILE = 4096
 """Elements a program of several rows takes."""
+COMPILED = not triton.knobs.runtime.interpret
+"""Then launched while the kernel before ends (programmatic dependent launch); each waits before it reads."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -24,6 +27,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if rows:
         _rms_norm[launch.pop("grid")](x, weight, out, rows, eps, **launch)
     return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, output: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``torch_impl.add_rms_norm``; for x [T, D] that ``takes`` allows with ``output``."""
+    out, rows, launch = _plan(x)
+    total = torch.empty_like(out)
+    if rows:
+        grid = launch.pop("grid")
+        _add_rms_norm[grid](x, output, weight, total, out, rows, eps, output_outer=output.stride(0), **launch)
+    return total, out
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, eps: float) -> torch.Tensor:
@@ -64,9 +79,19 @@ def _plan(x: torch.Tensor) -> tuple[torch.Tensor, int, dict[str, Any]]:
         "WIDTH": width,
         "BLOCK": block,
         "ROWS": together,
+        "PDL": COMPILED,
+        "launch_pdl": COMPILED,
         "num_warps": 8 if together * block > 2048 else 4,
     }
     return out, rows, launch
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _wait(PDL: tl.constexpr) -> None:
+    """Let the kernel behind start, and wait for the one before."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -90,10 +115,43 @@ def _rms_norm(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    _wait(PDL)
     row, column, real = _places(rows, ROWS, BLOCK, WIDTH)
     at = (row // INNER) * outer + (row % INNER) * inner + column
     wide = tl.load(x + at, mask=real, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / WIDTH + eps)
+    normed = (wide * inverse).to(out.dtype.element_ty).to(tl.float32)
+    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, (normed * scale).to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
+def _add_rms_norm(
+    x: tl.tensor,
+    output: tl.tensor,
+    weight: tl.tensor,
+    total: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    eps: tl.tensor,
+    output_outer: tl.tensor,
+    outer: tl.tensor,
+    inner: tl.tensor,
+    INNER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    _wait(PDL)
+    row, column, real = _places(rows, ROWS, BLOCK, WIDTH)
+    wide = tl.load(x + row * outer + column, mask=real, other=0.0).to(tl.float32)
+    wide += tl.load(output + row * output_outer + column, mask=real, other=0.0).to(tl.float32)
+    rounded = wide.to(out.dtype.element_ty)
+    tl.store(total + row * WIDTH + column, rounded, mask=real)
+    wide = rounded.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / WIDTH + eps)
     normed = (wide * inverse).to(out.dtype.element_ty).to(tl.float32)
     scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
@@ -114,7 +172,9 @@ def _layer_norm(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    _wait(PDL)
     row, column, real = _places(rows, ROWS, BLOCK, WIDTH)
     at = (row // INNER) * outer + (row % INNER) * inner + column
     wide = tl.load(x + at, mask=real, other=0.0).to(tl.float32)
@@ -142,7 +202,9 @@ def _gated_rms_norm(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    _wait(PDL)
     row, column, real = _places(rows, ROWS, BLOCK, WIDTH)
     at = (row // INNER) * outer + (row % INNER) * inner + column
     wide = tl.load(x + at, mask=real, other=0.0).to(tl.float32)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from sidestream.ops.norm import gated_rms_norm, layer_norm, reference, rms_norm
+from sidestream.ops.norm import add_rms_norm, gated_rms_norm, layer_norm, reference, rms_norm
 from tests.tolerances import BF16_OUTPUT, FP32_ROUNDING
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -34,6 +34,11 @@ def test_norms_equal_their_formulas(shape: tuple[int, ...], dtype: torch.dtype) 
         (lambda: layer_norm(x, weight, bias, eps=1e-5), reference.layer_norm(x, weight, bias, eps=1e-5)),
         (lambda: gated_rms_norm(x, gate, weight, eps=1e-5), reference.gated_rms_norm(x, gate, weight, eps=1e-5)),
     ]
+    if x.dim() == 2:
+        other = sliced(shape, dtype)
+        total, normed = reference.add_rms_norm(x, other, weight, 1e-5)
+        pairs.append((lambda: add_rms_norm(x, other, weight, 1e-5)[0], total))
+        pairs.append((lambda: add_rms_norm(x, other, weight, 1e-5)[1], normed))
     for run, want in pairs:
         got = run()
         assert got.dtype == dtype

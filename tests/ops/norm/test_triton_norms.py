@@ -37,6 +37,15 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     close(triton_norms.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
 
 
+def test_add_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, output = (sliced((shape[0], shape[-1]), dtype) for _ in range(2))
+    weight = torch.randn(shape[-1]).to(DEVICE, dtype)
+    total, normed = triton_norms.add_rms_norm(x, output, weight, 1e-5)
+    want, _ = reference.add_rms_norm(x, output, weight, 1e-5)
+    close(total, want)
+    close(normed, reference.rms_norm(total, weight, 1e-5))
+
+
 def test_layer_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, (weight, bias) = sliced(shape, dtype), torch.randn(2, shape[-1]).to(DEVICE, dtype).unbind(0)
     assert triton_norms.takes(x, weight, bias)
