@@ -143,6 +143,11 @@ def test_facts_of_the_machine(cpu_report: Report) -> None:
     assert (total.value, total.unit) == (round(psutil.virtual_memory().total / 2**30, 2), "GiB")
 
 
+def test_where_compiled_kernels_are_kept_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere/else")
+    assert machine.triton().reason == "keeps compiled kernels in /somewhere/else"
+
+
 def test_a_missing_triton_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> Any:
         raise ModuleNotFoundError(f"No module named {name!r}")

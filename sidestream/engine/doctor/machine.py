@@ -73,7 +73,7 @@ def triton() -> Finding:
         module = importlib.import_module("triton")
     except ImportError as error:
         return Finding(None, f"{error}; only a GPU needs it", status=Status.MISSING)
-    return Finding(str(module.__version__))
+    return Finding(str(module.__version__), f"keeps compiled kernels in {module.knobs.cache.dir}")
 
 
 def cpu_name() -> str:
