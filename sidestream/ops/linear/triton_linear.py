@@ -18,7 +18,7 @@ from sidestream.ops.prefetch import prefetch
 UPCAST = bool(triton.knobs.runtime.interpret)
 """The interpreter multiplies bf16 wrongly."""
 SUM_BLOCK = 1024
-ASKING: tl.constexpr = 1056
+ASKING = tl.constexpr(1056)
 """Programs that ask ahead, eight a multiprocessor: those that wait. The others come when weights are on their way."""
 
 
