@@ -10,6 +10,7 @@ nothing, so a graph captured for the longest table runs at the price of the leng
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -20,6 +21,10 @@ from sidestream.ops.topk.triton_select import PhysicalRows, SelectPlan, select_p
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Kernels run on a CPU: numpy has no bf16, so operands of products are made fp32 there."""
+
+_MULTIPROCESSORS = 132
+_START_TILES = 2
+"""What a program takes before its first tile, in tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +44,16 @@ class ScorePlan:
     pdl: bool = False
 
 
+@lru_cache(maxsize=1024)
 def score_plan(rows: int, entries: int, heads: int) -> ScorePlan:
-    """For ``rows`` padded rows of at most ``entries``: as a sweep on an H200 of 132 multiprocessors found."""
-    block, load, stages = (64, 4, 2) if heads <= 32 else (128, 8, 3)
-    splits = max(1, min(triton.cdiv(entries, block), triton.cdiv(load * 132, rows)))
+    """For ``rows`` padded rows of at most ``entries``: whole waves of as many programs as an H200 holds at once."""
+    block, stages, held = (64, 2, 5) if heads <= 32 else (128, 3, 2) if heads <= 64 else (64, 3, 2)
+    tiles = -(-entries // block)
+
+    def cost(splits: int) -> int:
+        return -(-rows * splits // (held * _MULTIPROCESSORS)) * (-(-tiles // splits) + _START_TILES)
+
+    splits = min(range(1, min(tiles, held * _MULTIPROCESSORS) + 1), key=cost)
     return ScorePlan(block=block, splits=splits, warps=4, stages=stages, pdl=not INTERPRETED)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from sidestream.ops.index_map import reference as index_map
 from sidestream.ops.indexer import reference
-from sidestream.ops.indexer.triton_decode import ScorePlan, select_topk_decode, takes
+from sidestream.ops.indexer.triton_decode import ScorePlan, score_plan, select_topk_decode, takes
 from sidestream.ops.topk.triton_select import PhysicalRows, SelectPlan
 from tests.ops.paged import PagedDecode, make_paged_decode
 from tests.ops.triton_mode import DEVICE
@@ -165,3 +165,17 @@ def test_what_the_kernels_take() -> None:
     assert not takes(q, weights, keys.float(), table, 512)
     assert not takes(q[:, :24], weights[:, :24], keys, table, 512)
     assert not takes(q, weights, keys, table.repeat(1, 100), 1 << 14)
+
+
+@pytest.mark.parametrize("heads", [32, 64, 128])
+def test_score_programs_fill_whole_waves(heads: int) -> None:
+    held = 132 * (5 if heads <= 32 else 2)
+    for rows in (1, 8, 32, 64, 100):
+        for entries in (100, 2048, 65536):
+            plan = score_plan(rows, entries, heads)
+            tiles = -(-entries // plan.block)
+            assert 1 <= plan.splits <= tiles
+            waves = -(-rows * plan.splits // held)
+            if plan.splits < tiles:
+                assert rows * plan.splits > 0.7 * held * waves, (rows, entries, plan)
+        assert len({score_plan(rows, entries, heads).block for entries in (1, 2048, 65536)}) == 1
