@@ -45,7 +45,13 @@ def serve(
     drain_seconds: Annotated[
         int | None, typer.Option(help="How long running requests may go on after SIGTERM; all the time without it.")
     ] = None,
+    answer_parser: Annotated[
+        str, typer.Option(help="Reasoning and tool calls of chats: auto, none, glm, deepseek_v31, deepseek_v32.")
+    ] = "auto",
     cors_origin: Annotated[list[str] | None, typer.Option(help="Origin whose pages may call; repeatable.")] = None,
+    enable_prefix_caching: Annotated[
+        bool, typer.Option("--prefix-caching/--no-prefix-caching", help="Share what equal prompts begin with.")
+    ] = True,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, or sim (a GPU simulated on the CPU).")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     load_format: Annotated[str, typer.Option(help="auto, or dummy for seeded random weights.")] = "auto",
@@ -84,6 +90,7 @@ def serve(
         stream_policy=stream_policy,
         num_blocks=num_blocks,
         memory_limit=memory_limit,
+        enable_prefix_caching=enable_prefix_caching,
         seed=seed,
     )
     settings = ServerSettings(
@@ -96,6 +103,7 @@ def serve(
         max_body_bytes=max_body_bytes,
         max_sequences=max_sequences,
         drain_seconds=drain_seconds,
+        answer_parser=answer_parser,
         cors_origins=tuple(cors_origin or ()),
     )
     with StartReport(settings.model_name) as report:

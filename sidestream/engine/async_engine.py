@@ -92,6 +92,8 @@ class AsyncEngine:
     Attributes:
         ready: what the process said when it was ready.
         state: its last report.
+        tokenizer: of the checkpoint; None if it has none. Only for work handed to ``tokenizing``.
+        architecture: the checkpoint's ``model_type``.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, link: _Link, folder: Path, ready: Ready, seed: int) -> None:
@@ -99,6 +101,7 @@ class AsyncEngine:
         self.ready = ready
         self.state = ready.state
         self.tokenizer: Any | None = load_tokenizer(folder)
+        self.architecture: str = model.architecture
         self._process = process
         self._link = link
         self._inputs = InputProcessor(model, self.tokenizer, max_model_len=ready.max_model_len, seed=seed)

@@ -13,12 +13,16 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import psutil
 import zmq
 
+from sidestream.core.request import Request
 from sidestream.engine.build import BuiltEngine, build_engine
 from sidestream.engine.core import EngineCore
+from sidestream.engine.token_masks import TokenMasks, masks_for
+from sidestream.engine.tokenizer import load_tokenizer
 from sidestream.engine.warm_up import warm_up
 from sidestream.engine.wire import (
     Abort,
@@ -41,6 +45,8 @@ from sidestream.errors import SidestreamError
 
 IDLE_POLL_MS = 500
 """How often an idle process looks whether its parent is still there."""
+COMPILING_POLL_MS = 5
+"""How often it looks whether a form has been compiled."""
 STATE_SECONDS = 0.1
 """How often a busy process reports its state."""
 CLOSE_MS = 2000
@@ -50,36 +56,70 @@ CLOSE_MS = 2000
 class EngineProcess:
     """One engine core behind one socket."""
 
-    def __init__(self, channel: Channel, built: BuiltEngine, core: EngineCore) -> None:
+    def __init__(self, channel: Channel, built: BuiltEngine, core: EngineCore, masks: TokenMasks) -> None:
         self._channel = channel
         self._built = built
         self._core = core
+        self._masks = masks
+        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._compiling: dict[str, tuple[Request, Future[None]]] = {}
         self._reported = 0.0
 
     def run(self) -> None:
         """Serve until ``Shutdown`` or until the parent is gone."""
         while True:
-            for command in self._channel.commands(block=not self._core.has_work()):
+            for command in self._channel.commands(patience_ms=self._patience()):
                 if isinstance(command, Shutdown):
                     return
                 self._obey(command)
             if self._channel.orphaned():
                 return
+            self._add_compiled()
             if self._core.has_work():
                 self._step()
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, Add):
             for request in command.requests:
-                try:
-                    self._core.add(request)
-                except SidestreamError as error:
-                    self._channel.send(Refused(request.request_id, type(error).__name__, str(error)))
+                if request.params.structured_outputs is None:
+                    self._add(request)
+                else:
+                    job = self._compiler.submit(self._masks.prepare, request)
+                    self._compiling[request.request_id] = (request, job)
         elif isinstance(command, Abort):
             for request_id in command.request_ids:
-                self._core.abort(request_id)
+                if self._compiling.pop(request_id, None) is None:
+                    self._core.abort(request_id)
         if not self._core.has_work():
             self._channel.send(StepDone([], self.state()))
+
+    def _patience(self) -> int:
+        """Milliseconds to wait for commands: none while there are steps to run."""
+        if self._core.has_work():
+            return 0
+        return COMPILING_POLL_MS if self._compiling else IDLE_POLL_MS
+
+    def _add(self, request: Request) -> None:
+        try:
+            self._core.add(request)
+        except SidestreamError as error:
+            self._refuse(request, error)
+
+    def _add_compiled(self) -> None:
+        """Requests whose forms have been compiled, in the meantime and beside the steps, go on."""
+        for name, (request, job) in list(self._compiling.items()):
+            if job.done():
+                del self._compiling[name]
+                error = job.exception()
+                if error is None:
+                    self._add(request)
+                elif isinstance(error, SidestreamError):
+                    self._refuse(request, error)
+                else:
+                    raise error
+
+    def _refuse(self, request: Request, error: SidestreamError) -> None:
+        self._channel.send(Refused(request.request_id, type(error).__name__, str(error)))
 
     def _step(self) -> None:
         outputs = self._core.step()
@@ -100,6 +140,8 @@ class EngineProcess:
             free_slots=scheduler.num_free_slots,
             preemptions=scheduler.num_preemptions,
             recomputed_tokens=scheduler.num_recomputed_tokens,
+            prefix_queries=scheduler.prefix_stats.known_tokens,
+            prefix_hits=scheduler.prefix_stats.cached_tokens,
             steps={} if graphs is None else {mode.name: n for mode, n in graphs.dispatcher.steps.items()},
             fallbacks={} if graphs is None else dict(graphs.dispatcher.fallbacks),
             waits=dict(self._core.waits),
@@ -121,17 +163,16 @@ class Channel:
     def send(self, event: Event) -> None:
         self._socket.send(encode(event))
 
-    def commands(self, *, block: bool) -> Iterator[Command]:
-        """What has arrived; with ``block`` this may wait a little for the first."""
-        timeout = IDLE_POLL_MS if block else 0
-        while self._socket.poll(timeout):
-            timeout = 0
+    def commands(self, *, patience_ms: int) -> Iterator[Command]:
+        """What has arrived, waiting so long for the first."""
+        while self._socket.poll(patience_ms):
+            patience_ms = 0
             yield decode_command(self._socket.recv())
 
     def first(self) -> Command | None:
         """Wait for the first command; None if the parent went away instead."""
         while not self.orphaned():
-            for command in self.commands(block=True):
+            for command in self.commands(patience_ms=IDLE_POLL_MS):
                 return command
         return None
 
@@ -151,14 +192,17 @@ def start(channel: Channel, message: Start, *, imported: float) -> EngineProcess
     channel.send(Phase("weights, caches, graphs", 0, 1, 0.0))
     built = build_engine(message.folder, message.config)
     channel.send(Phase("weights, caches, graphs", 1, 1, time.monotonic() - began))
-    core = EngineCore(built)
+    model = built.config.model
+    tokenizer = load_tokenizer(message.folder)
+    masks = masks_for(tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
+    core = EngineCore(built, masks=masks)
     began = time.monotonic()
 
     def on_progress(done: int, total: int) -> None:
         channel.send(Phase("warm-up", done, total, time.monotonic() - began))
 
     warm_up(built, core, on_progress=on_progress)
-    engine = EngineProcess(channel, built, core)
+    engine = EngineProcess(channel, built, core, masks)
     channel.send(ready(built, engine.state()))
     return engine
 

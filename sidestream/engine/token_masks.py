@@ -24,6 +24,10 @@ CACHE_BYTES = 256 * 2**20
 class TokenMasks(Protocol):
     """Follows constrained requests token by token."""
 
+    def prepare(self, request: Request) -> None:
+        """Do the slow part of ``add`` before it, perhaps on another thread; the same errors."""
+        ...
+
     def add(self, request: Request) -> None:
         """Start following a request; RequestError if its form cannot be followed. Others are passed over."""
         ...
@@ -43,6 +47,9 @@ class TokenMasks(Protocol):
 
 class NoMasks:
     """For a checkpoint without a tokenizer: no form can be followed."""
+
+    def prepare(self, request: Request) -> None:
+        return self.add(request)
 
     def add(self, request: Request) -> None:
         if request.params.structured_outputs is not None:
@@ -78,7 +85,6 @@ class GrammarMasks:
         self._matchers: dict[str, Any] = {}
 
     def prepare(self, request: Request) -> None:
-        """Compile a request's form, so that ``add`` finds it done; may run on another thread."""
         form = request.params.structured_outputs
         if form is not None:
             self._check(request)

@@ -50,6 +50,7 @@ class EngineState(msgspec.Struct, frozen=True):
     """Counters since the start, and what is held now.
 
     Attributes:
+        prefix_queries, prefix_hits: tokens of admitted sequences, and those of them that came from the prefix cache.
         steps: graph mode -> steps run in it.
         fallbacks: reason -> steps that ran without the graph that the settings ask for.
         waits: reason -> steps that the host waited for before it launched the next.
@@ -61,6 +62,8 @@ class EngineState(msgspec.Struct, frozen=True):
     free_slots: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
     steps: dict[str, int] = {}
     fallbacks: dict[str, int] = {}
     waits: dict[str, int] = {}

@@ -22,13 +22,13 @@ from sidestream.server.answer_pieces import (
     CallStart,
     Content,
     Piece,
-    PlainParser,
     Reasoning,
 )
 from sidestream.server.chat_prompt import tokenize_chat
 from sidestream.server.errors import JSONAnswer
 from sidestream.server.event_stream import event_stream, unless_gone
 from sidestream.server.logprobs import chat_logprobs
+from sidestream.server.parsers import parser_for
 from sidestream.server.protocol import ChatRequest
 from sidestream.server.service import Service, sampling_params, usage
 
@@ -43,11 +43,11 @@ async def create_chat_completion(service: Service, body: ChatRequest, request: R
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = sampling_params(body, max_tokens=_max_tokens(body), logprobs=logprobs)
     tools = None if body.tool_choice == "none" else body.tools
-    token_ids = await engine.tokenizing(
+    text, token_ids = await engine.tokenizing(
         lambda: tokenize_chat(engine.tokenizer, body.messages, tools=tools, kwargs=body.chat_template_kwargs)
     )
-    (prompt,) = await engine.process([(token_ids, params)])
-    answer = _Answer(service, body, prompt, PlainParser)
+    (prompt,) = await engine.process([({"prompt_token_ids": token_ids, "cache_salt": body.cache_salt}, params)])
+    answer = _Answer(service, body, prompt, parser_for(service.answer_parser, text, tools))
     if body.stream:
         return await event_stream(request.receive, answer.events())
     return JSONAnswer(await unless_gone(request.receive, answer.whole()))
@@ -93,19 +93,25 @@ class _Answer:
         assert output is not None, "a prompt ended without a token"
         choices = [self._choice(completion) for completion in output.outputs]
         generated = sum(len(completion.token_ids) for completion in output.outputs)
-        return self._head | {"object": "chat.completion", "choices": choices, "usage": self._usage(generated)}
+        return self._head | {"object": "chat.completion", "choices": choices, "usage": self._usage(generated, output)}
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         options, generated = self._body.stream_options, 0
         every = options is not None and bool(options.continuous_usage_stats)
         head = self._head | {"object": "chat.completion.chunk"}
+        output: RequestOutput | None = None
         async with aclosing(self._service.run([self._prompt])) as deltas:
             async for delta in deltas:
                 generated += 1
+                output = delta.output
                 for choice in self._chunks(delta):
-                    yield head | {"choices": [choice]} | ({"usage": self._usage(generated)} if every else {})
+                    yield (
+                        head
+                        | {"choices": [choice]}
+                        | ({"usage": self._usage(generated, delta.output)} if every else {})
+                    )
         if options is not None and options.include_usage:
-            yield head | {"choices": [], "usage": self._usage(generated)}
+            yield head | {"choices": [], "usage": self._usage(generated, output)}
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
         parser = self._parsers[completion.index]
@@ -144,8 +150,8 @@ class _Answer:
             return None
         return chat_logprobs(self._service.tokens, token_ids, rows, top=self._body.top_logprobs or 0)
 
-    def _usage(self, generated: int) -> dict[str, Any]:
-        return usage(len(self._prompt.token_ids), generated)
+    def _usage(self, generated: int, output: RequestOutput | None) -> dict[str, Any]:
+        return usage(len(self._prompt.token_ids), generated, cached=0 if output is None else output.cached_tokens)
 
 
 def _chunk(index: int, delta: dict[str, Any]) -> dict[str, Any]:

@@ -21,10 +21,10 @@ def tokenize_chat(
     *,
     tools: Sequence[Tool] | None = None,
     kwargs: Mapping[str, Any] | None = None,
-) -> list[int]:
-    """The prompt's token ids; the template itself writes the special tokens. Arguments and errors of ``_render``."""
+) -> tuple[str, list[int]]:
+    """The prompt's text and token ids; the template itself writes the special tokens. Arguments as of ``_render``."""
     text = _render(tokenizer, messages, tools=tools, kwargs=kwargs)
-    return encode_text(tokenizer, text, add_special_tokens=False)
+    return text, encode_text(tokenizer, text, add_special_tokens=False)
 
 
 def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:

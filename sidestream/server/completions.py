@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +42,7 @@ async def create_completion(service: Service, body: CompletionRequest, request: 
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    batch = await engine.process([(prompt, params) for prompt in prompts])
+    batch = await engine.process([(_salted(prompt, body.cache_salt), params) for prompt in prompts])
     answer = _Answer(service, body, batch, score_only=score_only)
     if body.stream:
         return await event_stream(request.receive, answer.events())
@@ -58,6 +58,10 @@ def _prompts(body: CompletionRequest) -> list[Prompt]:
     if isinstance(prompt[0], int):
         return [prompt]
     return list(prompt)
+
+
+def _salted(prompt: Prompt, salt: str | None) -> Prompt:
+    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, "cache_salt": salt}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,20 +119,22 @@ class _Answer:
         ]
         generated = sum(len(c.token_ids) for output in outputs.values() for c in output.outputs)
         choices = [part.as_choice() for part in parts]
-        return self._head | {"choices": choices, "usage": self._usage(generated)}
+        return self._head | {"choices": choices, "usage": self._usage(generated, outputs)}
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         options, generated = self._body.stream_options, 0
         every = options is not None and bool(options.continuous_usage_stats)
+        outputs: dict[int, RequestOutput] = {}
         async with aclosing(self._service.run(self._batch)) as deltas:
             async for delta in deltas:
                 generated += 1
+                outputs[delta.prompt_index] = delta.output
                 part = self._part(delta)
                 if part.text or part.finish_reason is not None or part.logprobs is not None or every:
-                    counts = {"usage": self._usage(generated)} if every else {}
+                    counts = {"usage": self._usage(generated, outputs)} if every else {}
                     yield self._head | {"choices": [part.as_choice()]} | counts
         if options is not None and options.include_usage:
-            yield self._head | {"choices": [], "usage": self._usage(generated)}
+            yield self._head | {"choices": [], "usage": self._usage(generated, outputs)}
 
     def _part(self, delta: Delta) -> _Part:
         """A streamed part; the first of a choice begins with the prompt if that is to be echoed."""
@@ -177,6 +183,7 @@ class _Answer:
         tokenizer = self._service.engine.tokenizer
         return "" if tokenizer is None else str(tokenizer.decode(output.prompt_token_ids))
 
-    def _usage(self, generated: int) -> dict[str, Any]:
+    def _usage(self, generated: int, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
         prompt_tokens = sum(len(prompt.token_ids) for prompt in self._batch)
-        return usage(prompt_tokens, 0 if self._score_only else generated)
+        cached = sum(output.cached_tokens for output in outputs.values())
+        return usage(prompt_tokens, 0 if self._score_only else generated, cached=cached)

@@ -115,6 +115,8 @@ class _EngineReports:
         yield self._counter(
             "sidestream:recomputed_tokens", "Computed positions thrown away by that.", state.recomputed_tokens
         )
+        yield self._counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", state.prefix_queries)
+        yield self._counter("vllm:prefix_cache_hits", "Tokens taken over from it.", state.prefix_hits)
         yield self._by("sidestream:steps", "Steps by graph mode.", "mode", state.steps)
         yield self._by("sidestream:graph_fallbacks", "Steps without the graph asked for.", "reason", state.fallbacks)
         yield self._by("sidestream:host_waits", "Steps the host waited for.", "reason", state.waits)

@@ -36,6 +36,34 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
+class JsonSchema(Strict):
+    """OpenAI's wrapping of a JSON schema."""
+
+    name: Text
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    description: Text | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """OpenAI's way to ask for JSON."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredFields(Strict):
+    """vLLM's way to ask for a form: exactly one of these."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+    json_: dict[str, Any] | Text | None = Field(None, alias="json")
+    regex: Text | None = None
+    grammar: Text | None = None
+    choice: list[Text] | None = None
+    json_object: bool | None = None
+
+
 class SamplingFields(Strict):
     """What both kinds of completion share; null is the default everywhere. Ranges are checked by ``SamplingParams``."""
 
@@ -57,6 +85,9 @@ class SamplingFields(Strict):
     min_tokens: Integer | None = None
     max_tokens: Integer | None = None
     skip_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredFields | None = None
+    cache_salt: Text | None = Field(None, description="Only requests of equal salts share cached prefixes.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Text | None = Field(None, description="Accepted and not used.")

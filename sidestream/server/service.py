@@ -7,13 +7,15 @@ from contextlib import aclosing
 from typing import Any
 
 from sidestream.core.sampling_params import SamplingParams
+from sidestream.core.structured_outputs import StructuredOutputs
 from sidestream.engine.async_engine import AsyncEngine, Delta
 from sidestream.engine.input_processor import ProcessedPrompt
 from sidestream.engine.wire import EngineState, Phase, Ready
 from sidestream.errors import RequestError
 from sidestream.server.errors import ApiError, shown, unavailable
 from sidestream.server.metrics import Metrics, RequestClock
-from sidestream.server.protocol import SamplingFields
+from sidestream.server.parsers import NO_PARSER, OF_ARCHITECTURE
+from sidestream.server.protocol import ResponseFormat, SamplingFields
 from sidestream.server.settings import ServerSettings
 from sidestream.server.token_text import TokenText
 
@@ -80,6 +82,12 @@ class Service:
         return self._engine
 
     @property
+    def answer_parser(self) -> str:
+        """Which parser takes chat answers apart: the settings', or the architecture's."""
+        asked = self.settings.answer_parser
+        return OF_ARCHITECTURE.get(self.engine.architecture, NO_PARSER) if asked == "auto" else asked
+
+    @property
     def tokens(self) -> TokenText:
         assert self._tokens is not None, "there is no engine yet"
         return self._tokens
@@ -135,7 +143,33 @@ def sampling_params(
     given: dict[str, Any] = {name: getattr(body, name) for name in TAKEN_AS_THEY_ARE if getattr(body, name) is not None}
     if body.logit_bias is not None:
         given["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
-    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **given)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        structured_outputs=_structured(body),
+        **given,
+    )
+
+
+def _structured(body: SamplingFields) -> StructuredOutputs | None:
+    """The form that the text must have, whichever of the two fields says it."""
+    form, asked = body.structured_outputs, body.response_format
+    if form is not None and asked is not None:
+        raise RequestError("structured_outputs and response_format are given; give one of them")
+    if form is not None:
+        return StructuredOutputs(**form.model_dump(exclude_none=True, by_alias=True))
+    return None if asked is None else _of_format(asked)
+
+
+def _of_format(asked: ResponseFormat) -> StructuredOutputs | None:
+    if (asked.type == "json_schema") is (asked.json_schema is None):
+        raise RequestError(f"response_format of type {asked.type!r} and its json_schema do not fit together")
+    if asked.type == "json_object":
+        return StructuredOutputs(json_object=True)
+    if asked.json_schema is None:
+        return None
+    return StructuredOutputs(json=asked.json_schema.schema_ or {})
 
 
 def _token_id(key: str) -> int:
@@ -145,10 +179,11 @@ def _token_id(key: str) -> int:
     return int(key)
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    """Token counts of a request, as OpenAI's ``usage``."""
+def usage(prompt_tokens: int, completion_tokens: int, *, cached: int) -> dict[str, Any]:
+    """Token counts of a request, as OpenAI's ``usage``; ``cached`` prompt tokens came from the prefix cache."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
     }

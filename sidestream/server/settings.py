@@ -12,6 +12,7 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 DEFAULT_MAX_BODY_BYTES = 32 * 1024 * 1024
 DEFAULT_MAX_SEQUENCES = 1024
+ANSWER_PARSERS = ("auto", "none", "glm", "deepseek_v31", "deepseek_v32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,8 @@ class ServerSettings:
         max_body_bytes: of a request's body.
         max_sequences: that one request may start: prompts times ``n``.
         drain_seconds: that running requests may take after a request to stop; None waits for all.
+        answer_parser: takes reasoning and tool calls out of chat answers: one of ``ANSWER_PARSERS``; "auto" is the one
+            of the checkpoint's architecture.
         cors_origins: origins whose pages may call; none by default.
     Raises:
         ConfigError: naming the value and what is allowed.
@@ -41,11 +44,15 @@ class ServerSettings:
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     max_sequences: int = DEFAULT_MAX_SEQUENCES
     drain_seconds: int | None = None
+    answer_parser: str = "auto"
     cors_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}, allowed is 0 to 65535")
+        if self.answer_parser not in ANSWER_PARSERS:
+            allowed = ", ".join(ANSWER_PARSERS)
+            raise ConfigError(f"answer_parser is {self.answer_parser!r}, allowed are {allowed}")
         for name in ("max_body_bytes", "max_sequences"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, at least 1 is needed")

@@ -13,6 +13,7 @@ from sidestream.engine.build import build_engine
 from sidestream.engine.core import EngineCore, EngineOutput
 from sidestream.engine.engine_process import EngineProcess
 from sidestream.engine.llm import bundled_model
+from sidestream.engine.token_masks import NoMasks
 from sidestream.engine.wire import (
     Abort,
     Add,
@@ -41,7 +42,7 @@ class Script:
     def send(self, event: Event) -> None:
         self.sent.append(decode_event(encode(event)))
 
-    def commands(self, *, block: bool) -> Iterator[Command]:
+    def commands(self, *, patience_ms: int) -> Iterator[Command]:
         self.sent_in_turn.append(len(self.sent))
         for command in next(self._turns):
             yield decode_command(encode(command))
@@ -56,12 +57,14 @@ def request(name: str, length: int, max_tokens: int = 50) -> Request:
 
 @pytest.fixture(scope="module")
 def core() -> EngineCore:
-    return EngineCore(build_engine(bundled_model(), EngineConfig(device="cpu", max_num_seqs=4, max_num_batched_tokens=16)))
+    return EngineCore(
+        build_engine(bundled_model(), EngineConfig(device="cpu", max_num_seqs=4, max_num_batched_tokens=16))
+    )
 
 
 def run(core: EngineCore, turns: list[list[Command]]) -> Script:
     script = Script([*turns, [Shutdown()]])
-    EngineProcess(script, _built(core), core).run()  # type: ignore[arg-type]
+    EngineProcess(script, _built(core), core, NoMasks()).run()  # type: ignore[arg-type]
     return script
 
 

@@ -1,0 +1,74 @@
+"""Reads text that arrives in pieces up to tags, holding back no more than what may still become one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+
+Reading = Generator[None, None, tuple[str, str | None]]
+"""Yields whenever more text is needed; returns the text before the tag, and the tag, None if all text ended first."""
+
+
+class TagReader:
+    """A buffer between whoever brings text and a generator that consumes it."""
+
+    def __init__(self) -> None:
+        self._buffer = ""
+        self._ended = False
+
+    def feed(self, text: str) -> None:
+        self._buffer += text
+
+    def end(self) -> None:
+        """No more text will come."""
+        self._ended = True
+
+    def until(self, *tags: str, show: Callable[[str], None] | None = None) -> Reading:
+        """Read to the first of some tags, of which none begins another; without tags, to the end.
+
+        Args:
+            show: gets the text as soon as it cannot be part of a tag; the text returned is empty then.
+        """
+        collected = ""
+        while True:
+            place, tag = self._first(tags)
+            if tag is None and not self._ended:
+                place = len(self._buffer) - self._held(tags)
+            head = self._buffer[:place] if tag is not None or not self._ended else self._buffer
+            self._buffer = self._buffer[len(head) + len(tag or "") :]
+            if show is not None and head:
+                show(head)
+            elif show is None:
+                collected += head
+            if tag is not None or self._ended:
+                return collected, tag
+            yield
+
+    def skip_space(self) -> Generator[None, None, None]:
+        """Drop white space up to the next other character."""
+        while True:
+            self._buffer = self._buffer.lstrip()
+            if self._buffer or self._ended:
+                return
+            yield
+
+    def takes(self, text: str) -> Generator[None, None, bool]:
+        """Drop ``text`` and white space before it, if that comes next; whether it did."""
+        while text.startswith(next_text := self._buffer.lstrip()) and next_text != text and not self._ended:
+            yield
+        if not next_text.startswith(text):
+            return False
+        self._buffer = next_text[len(text) :]
+        return True
+
+    def _first(self, tags: tuple[str, ...]) -> tuple[int, str | None]:
+        """Place of the first tag in the buffer, and which it is."""
+        found = [(self._buffer.find(tag), tag) for tag in tags]
+        found = [(place, tag) for place, tag in found if place >= 0]
+        if not found:
+            return 0, None
+        return min(found)
+
+    def _held(self, tags: tuple[str, ...]) -> int:
+        """Characters at the end of the buffer that begin some tag."""
+        longest = min(len(self._buffer), max(map(len, tags), default=1) - 1)
+        return next((n for n in range(longest, 0, -1) if any(tag.startswith(self._buffer[-n:]) for tag in tags)), 0)
