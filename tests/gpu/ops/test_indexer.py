@@ -27,8 +27,11 @@ from sidestream.ops.indexer import (
     triton_decode,
     triton_prefill,
     write_keys,
+    write_normed_keys,
     write_pools,
 )
+from sidestream.ops.indexer import keys as torch_keys
+from sidestream.ops.norm import torch_impl as torch_norm
 from sidestream.ops.topk.triton_select import PhysicalRows, select_plan
 from tests.tolerances import BF16_OUTPUT, FP32_ROUNDING, SCORE_TIE
 
@@ -124,6 +127,29 @@ def test_physical_rows_from_the_same_launch(heads: int, kpool: int, table: int, 
     assert torch.equal(step.out, want)
     assert torch.equal(physical.rows, want_rows)
     assert torch.equal(physical.counts, want_counts)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotated_queries_and_normed_keys_equal_torch(interleaved: bool) -> None:
+    """By right angles, which keep integers integers; a norm of keys to bf16's rounding."""
+    step = Step(64, 1, [8191, 0, 2500, 40], 8192, exact=True)
+    turns = torch.randint(0, 4, (4, 32), device="cuda") * torch.pi / 2
+    turn: dict[str, Any] = {"cos": turns.cos().round(), "sin": turns.sin().round(), "interleaved": interleaved}
+    named = step.arguments() | turn
+    decode.select_topk_decode(step.q, step.weights, step.keys, **named)
+    want = step.out.clone()
+    assert not torch.equal(step.run(), want)
+    step.out.fill_(POISON)
+    select_topk_decode(step.q, step.weights, step.keys, **named)
+    assert torch.equal(step.out, want)
+    k = (torch.randn(4, DIM, device="cuda") * 3 + 1).bfloat16()
+    norm: dict[str, Any] = {"norm_weight": torch.randn(DIM), "norm_bias": torch.randn(DIM)}
+    norm = {name: value.cuda().bfloat16() for name, value in norm.items()} | {"norm_eps": 1e-6}
+    keys, rows = torch.full((9, DIM), math.nan, dtype=torch.bfloat16, device="cuda"), torch.tensor([7, 2, 4, 0]).cuda()
+    write_normed_keys(keys, rows, k, **norm, **turn)
+    wanted = torch_keys.rotate_leading(torch_norm.layer_norm(k, *list(norm.values())[:2], eps=1e-6), **turn)
+    torch.testing.assert_close(keys[rows], wanted, rtol=2 * BF16_OUTPUT, atol=FP32_ROUNDING)
+    assert keys[[1, 3, 5, 6, 8]].isnan().all()
 
 
 @pytest.mark.parametrize(("heads", "kpool"), [(32, 4), (64, 1)])
