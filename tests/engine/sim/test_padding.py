@@ -14,6 +14,7 @@ from sidestream.attention.latent import PagedLatentAttention
 from sidestream.core.batch import SCRATCH_BLOCK, SCRATCH_SLOT
 from sidestream.core.forward_context import get_forward_context
 from sidestream.engine.runner import StepOutput
+from sidestream.layers import mlp
 from sidestream.layers.indexer import Indexer
 from sidestream.layers.kda import KimiDeltaAttention
 from sidestream.streams.simulated import SimulatedBackend
@@ -211,3 +212,34 @@ def test_the_returned_hidden_states_are_finite_in_every_row(tmp_path: Path) -> N
         harness.run(random_sequences((7, 4), vocab=VOCAB, seed=8), steps)
     assert [rows.shape[0] for rows in hidden] == [BUCKET] * 4
     assert all(bool(torch.isfinite(rows).all()) for rows in hidden)
+
+
+@pytest.mark.parametrize("setting", ["piecewise", "full"])
+def test_padding_rows_of_a_decode_choose_no_expert(
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a captured batch reads the weights of its tokens' experts alone."""
+    make_model("glm5_next", tmp_path)
+    real, chosen = mlp.experts, {}
+
+    def experts(x: torch.Tensor, *weights: torch.Tensor, ids: torch.Tensor, **named: Any) -> torch.Tensor:
+        if get_forward_context().inputs.uniform:
+            chosen.setdefault(ids.shape, []).append(ids)
+        return real(x, *weights, ids=ids, **named)
+
+    monkeypatch.setattr(mlp, "experts", experts)
+    with captured_sizes(BUCKET):
+        harness = SimHarness(tmp_path, setting, **EIGHT)
+    (all_ids,) = chosen.values()
+    last = all_ids[-1]  # nothing behind the last layer's experts writes into its memory
+
+    def schedule() -> Iterator[list[Part]]:
+        for number in range(3):
+            yield [Part(number, 2)]
+        for _ in range(3):
+            yield decodes(0, 1, 2)
+            ids = last.cpu()
+            assert set(ids[3:].flatten().tolist()) == {-1}
+            assert bool((ids[:3] >= 0).all())
+
+    harness.run(random_sequences((5, 5, 5), vocab=VOCAB, seed=8), schedule())
