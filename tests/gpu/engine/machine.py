@@ -29,7 +29,7 @@ def bundled(mode: str, **settings: object) -> BuiltEngine:
         "max_num_seqs": 8,
         "max_num_batched_tokens": 256,
         "max_model_len": 4096,
-        "memory_limit": "8GiB",
+        "memory_limit": "130GiB",
         "graph_debug": True,
     }
     return build_engine(bundled_model(), EngineConfig(cudagraph_mode=mode, **(chosen | settings)))  # type: ignore[arg-type]

@@ -93,7 +93,7 @@ def test_a_slice_of_real_shapes_gives_the_same_tokens_in_every_mode(tmp_path: Pa
         max_num_batched_tokens=1024,
         max_capture_tokens=64,
         max_model_len=4096,
-        memory_limit="80GiB",
+        memory_limit="130GiB",
         graph_debug=True,
     )
     built = build_engine(folder, user)
