@@ -1,4 +1,4 @@
-"""What a sublayer's output will be spread by, in Triton: its share for each stream, and the mix that Sinkhorn iterates."""
+"""How a sublayer's output will be spread, in Triton: its share for each stream, and the mix that Sinkhorn iterates."""
 
 from __future__ import annotations
 
