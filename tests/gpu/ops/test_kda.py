@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from sidestream.core.ring import plan_ring
-from sidestream.ops.kda import decode_step, gate, recurrent, reference, short_conv, torch_impl
+from sidestream.ops.kda import decode_step, gate, mixed, mixed_step, recurrent, reference, short_conv, torch_impl
 from tests.ops.kda.decode_step_case import decode_step_case, owned
+from tests.ops.kda.mixed_step_case import mixed_step_case
 from tests.ops.operator_case import call, map_tensors, overwrite
 from tests.tolerances import BF16_OUTPUT, BF16_STEPS, FP32_GEMM, FP32_RECURRENCE
 
@@ -141,3 +142,75 @@ def test_short_conv_and_gate_equal_torch(lengths: list[int]) -> None:
         f = x[:, : 8 * DIM]
         got, want = (run(f, bias, rate, lower_bound=bound) for run in (gate, torch_impl.gate))
         torch.testing.assert_close(got, want, rtol=FP32_GEMM, atol=FP32_GEMM)
+
+
+def mixed_run(arguments: dict[str, Any]) -> torch.Tensor:
+    return call(mixed_step, arguments)[0]
+
+
+def near(got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
+    """In norm: where values are many, the largest of their roundings says little."""
+    assert bool(got.isfinite().all())
+    assert float((got.float() - want.float()).norm() / want.float().norm()) < bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("starts", "lengths", "decodes"),
+    [
+        ([7, 2, 0, 5, 9], [1, 1, 130, 65, 1], 2),
+        ([0, 3, 0, 70, 0, 0], [1, 3, 63, 64, 65, 2], 0),
+        ([7, 2, 0], [2, 2, 64], 2),
+        ([7, 9], [3, 3], 2),
+    ],
+    ids=["mixed", "prompts", "verified", "verified alone"],
+)
+def test_mixed_step_equals_the_formula(starts: list[int], lengths: list[int], decodes: int, dtype: torch.dtype) -> None:
+    """Rows of NaN behind, slots that hold NaN, rings of three versions or one, with and without a bound."""
+    for versions, bound in ((1, -5.0), (3, None)):
+        choice = {"decodes": decodes, "padding": 3, "versions": versions, "rollback": versions - 1}
+        case = mixed_step_case(starts, lengths, 3, DIM, lower_bound=bound, dtype=dtype, **choice)
+        mine = to_gpu(case)
+        got, want = mixed_run(mine).cpu(), reference.mixed_step(**case)
+        state, truth = mine["state"].cpu().nan_to_num(7.0), case["state"].nan_to_num(7.0)
+        if dtype == torch.float32:
+            torch.testing.assert_close(got, want, rtol=FP32_RECURRENCE, atol=FP32_RECURRENCE)
+            torch.testing.assert_close(state, truth, rtol=0, atol=FP32_RECURRENCE)
+        else:
+            near(got, want, BF16_STEPS)
+            near(state, truth, BF16_STEPS)
+        assert torch.equal(mine["conv_state"].cpu().nan_to_num(7.0), case["conv_state"].nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("size", [1, 3, 63, 64, 65])
+def test_a_prompt_in_pieces_equals_the_whole(size: int) -> None:
+    """Of 131 tokens, at the heads of a real model; its slot and its ring hold NaN before."""
+    whole = to_gpu(mixed_step_case([0], [131], HEADS, DIM, dtype=torch.bfloat16))
+    kept = {name: whole[name].clone() for name in ("state", "conv_state")}
+    want, got = mixed_run(whole), []
+    for at in range(0, 131, size):
+        length = min(size, 131 - at)
+        plan = plan_ring([at], [length], [1], window=4, ring_length=3, device=torch.device("cuda"))
+        piece = {**whole, **kept, "plan": plan, "starts": [at], "lengths": [length]}
+        piece |= {"projected": whole["projected"][at : at + length], "start": torch.tensor([at], device="cuda")}
+        got.append(mixed_run(piece))
+    near(torch.cat(got), want, BF16_STEPS)
+    near(kept["state"][1], whole["state"][1], BF16_STEPS)
+
+
+def test_a_long_prompt_equals_torch_in_fp32() -> None:
+    case = to_gpu(mixed_step_case([9, 0], [1, 4500], 8, DIM, decodes=1, dtype=torch.bfloat16))
+    exact = {
+        name: value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
+        for name, value in map_tensors(case, torch.clone).items()
+    }
+    near(mixed_run(case), mixed.mixed_step(**exact), BF16_STEPS)
+    near(case["state"][1:3], exact["state"][1:3], BF16_STEPS)
+
+
+def test_mixed_step_gives_the_same_bits_whatever_stands_beside_a_prompt() -> None:
+    case = to_gpu(mixed_step_case([7, 0, 5], [1, 100, 70], 16, DIM, decodes=1, dtype=torch.bfloat16))
+    other = map_tensors(case, torch.clone)
+    other["projected"][101:] = torch.nan
+    outputs = [mixed_run(map_tensors(made, torch.clone))[:101] for made in (*[case] * 10, other)]
+    assert all(torch.equal(outputs[0], out) for out in outputs[1:])

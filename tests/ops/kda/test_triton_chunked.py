@@ -1,0 +1,102 @@
+"""The Triton kernels of chunked KDA, interpreted where there is no GPU, against the formula. K and V differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sidestream.ops.kda import reference, triton_chunked
+from sidestream.ops.kda.torch_impl import ForgetGate
+from tests.ops.triton_mode import DEVICE
+from tests.tolerances import FP32_RECURRENCE
+
+HEADS, K, V = 2, 16, 32
+
+
+def inputs(tokens: int, *, shift: float = 0.0) -> dict[str, torch.Tensor]:
+    """``shift`` moves the forget gate: large ones let it close."""
+    q, k = torch.nn.functional.normalize(torch.randn(2, tokens, HEADS, K), dim=-1).unbind(0)
+    v, beta = torch.randn(tokens, HEADS, V), torch.randn(tokens, HEADS + 3)[:, 1 : 1 + HEADS]
+    return {"q": q, "k": k, "v": v, "forget": torch.randn(tokens, HEADS, K) + shift, "beta": beta}
+
+
+def new_gate(bound: float | None) -> ForgetGate:
+    return ForgetGate(torch.randn(HEADS * K), torch.rand(HEADS), bound)
+
+
+def run(made: dict[str, torch.Tensor], gate: ForgetGate, state: torch.Tensor, **where: Any) -> torch.Tensor:
+    """Updates ``state``."""
+    moved = {name: tensor.to(DEVICE) for name, tensor in made.items()}
+    theirs = ForgetGate(gate.dt_bias.to(DEVICE), gate.A_log.to(DEVICE), gate.lower_bound)
+    states = state.to(DEVICE)
+    out = triton_chunked.chunked(**moved, gate=theirs, state=states, **where).cpu()
+    state.copy_(states)
+    return out
+
+
+def formula(made: dict[str, torch.Tensor], gate: ForgetGate, state: torch.Tensor, **where: Any) -> torch.Tensor:
+    rest = {name: made[name] for name in ("q", "k", "v")}
+    g = reference.gate(made["forget"].flatten(1), gate.dt_bias, gate.A_log, lower_bound=gate.lower_bound)
+    return reference.chunked(**rest, g=g, beta=made["beta"].sigmoid(), state=state, **where)
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got.nan_to_num(7.0), want.nan_to_num(7.0), rtol=0, atol=FP32_RECURRENCE)
+
+
+@pytest.mark.parametrize("bound", [-5.0, None])
+@pytest.mark.parametrize("shift", [0.0, 8.0])
+@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 130])
+def test_a_fresh_prompt_equals_the_formula(tokens: int, shift: float, bound: float | None) -> None:
+    """Its slot holds NaN. Without a bound a shift of 8 forgets e**-8 and more a token."""
+    made, gate = inputs(tokens, shift=shift), new_gate(bound)
+    state = torch.full((3, 1, HEADS, K, V), torch.nan)
+    truth, where = state.clone(), {"slots": [1], "starts": [0], "lengths": [tokens]}
+    got = run(made, gate, state, **where)
+    close(got, formula(made, gate, truth, **where))
+    close(state, truth)
+
+
+def test_a_gate_that_closes_and_opens_within_a_chunk() -> None:
+    made, gate = inputs(70, shift=-3.0), new_gate(None)
+    for token in (0, 5, 31, 32, 63, 64):
+        made["forget"][token, 1] = 1e4
+    made["forget"][40:50, 0, ::2] = 90.0
+    state = torch.full((2, 1, HEADS, K, V), torch.nan)
+    truth, where = state.clone(), {"slots": [1], "starts": [0], "lengths": [70]}
+    got = run(made, gate, state, **where)
+    bound = triton_chunked.CHUNK * 104 * 2**-24  # see LEAST: values and what is left of them are of order one
+    torch.testing.assert_close(got, formula(made, gate, truth, **where), rtol=0, atol=bound)
+    torch.testing.assert_close(state[1], truth[1], rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("lengths", [[1, 70, 3], [65], [3, 1, 64, 5]])
+def test_a_mixed_batch_equals_each_alone(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh and continuing sequences, slots out of order, rings of three versions, heads one by one."""
+    monkeypatch.setattr(triton_chunked, "MAX_BYTES", 1)
+    R = len(lengths)
+    made, gate = inputs(sum(lengths)), new_gate(-5.0)
+    starts, slots = [0 if r % 2 else 4 + 7 * r for r in range(R)], [R - r for r in range(R)]
+    state = torch.full((R + 2, 3, HEADS, K, V), torch.nan)
+    for slot, start in zip(slots, starts, strict=True):
+        if start:
+            state[slot, start % 3] = torch.randn(HEADS, K, V)
+    truth, where = state.clone(), {"slots": slots, "starts": starts, "lengths": lengths}
+    got = run(made, gate, state, **where)
+    close(got, formula(made, gate, truth, **where))
+    close(state, truth)
+
+
+def test_garbage_in_one_sequence_stays_there() -> None:
+    made, gate, lengths = inputs(14), new_gate(-5.0), [5, 4, 5]
+    where = {"slots": [1, 2, 3], "starts": [0, 0, 0], "lengths": lengths}
+    clean, dirty = (torch.zeros(4, 1, HEADS, K, V) for _ in range(2))
+    want = run(made, gate, clean, **where)
+    for tensor in made.values():
+        tensor[5:9] = torch.nan
+    got = run(made, gate, dirty, **where)
+    keep = [*range(5), *range(9, 14)]
+    assert torch.equal(got[keep], want[keep])
+    assert torch.equal(dirty[[0, 1, 3]], clean[[0, 1, 3]])
