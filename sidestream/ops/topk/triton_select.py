@@ -67,7 +67,9 @@ def select_plan(entries: int, picks: int, *, rows: int) -> SelectPlan | None:
     if merge > MAX_BLOCK:
         return None
     tile = 4096
-    splits = max(1, min(triton.cdiv(entries, tile), triton.cdiv(_ENOUGH_PROGRAMS, rows), MAX_SPLITS))
+    tiles = triton.cdiv(entries, tile)
+    splits = max(1, min(tiles, _ENOUGH_PROGRAMS // rows, MAX_SPLITS))
+    splits = triton.cdiv(tiles, triton.cdiv(tiles, splits))  # none without a tile
     return SelectPlan(small, merge, tile, 2048, splits, max(_warps(merge), 8), pdl=not INTERPRETED)
 
 
