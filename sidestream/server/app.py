@@ -6,11 +6,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
 from sidestream import __version__
 from sidestream.engine.async_engine import AsyncEngine
@@ -26,6 +27,12 @@ from sidestream.server.service import Service
 
 LAST_WORDS_SECONDS = 1.0
 """How long a server without its engine answers 503 before it ends."""
+DASHBOARD = Path(__file__).parent / "static" / "dashboard.html"
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; frame-ancestors 'none'"
+}
+"""The page is one file, and talks to this server alone."""
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -84,11 +91,15 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
     async def health() -> Response:
         if not service.alive:
             _ = service.engine
-        return JSONAnswer({"status": "ok"})
+        return JSONAnswer({"status": "ok", "model": service.settings.model_name, "ready": service.ready})
 
     @app.get("/ready", summary="Requests are served now")
     async def ready() -> Response:
         return JSONAnswer({"status": "ready", "model": service.settings.model_name} | _about(service))
+
+    @app.get("/dashboard", summary="A page with charts and a form")
+    async def dashboard() -> Response:
+        return HTMLResponse(DASHBOARD.read_bytes(), headers=PAGE_HEADERS)
 
     @app.get("/metrics", summary="Prometheus metrics")
     async def metrics() -> Response:

@@ -67,6 +67,11 @@ class Service:
         return self._engine is None or self._engine.dead is None
 
     @property
+    def ready(self) -> bool:
+        """Requests are served now."""
+        return self._engine is not None and self._engine.dead is None
+
+    @property
     def engine(self) -> AsyncEngine:
         """The engine, serving.
 
