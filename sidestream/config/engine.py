@@ -34,13 +34,18 @@ class EngineConfig:
             "auto": the first where the device has them.
         graph_debug: at every replay check that inputs lie where the graph reads them, and poison static buffers.
         memory_limit: bytes ("8GiB", an integer) or a share of the device's memory ("60%", a float up to 1); None is
-            60 %. On a GPU the driver's own figure of memory in use stays within it, the CUDA context and other
-            processes included; on a CPU weights and caches together do.
+            60 %. On a GPU the driver's own figure of memory in use stays within it, the CUDA context included (where
+            other processes use the GPU, what this one takes); on a CPU weights and caches together do.
         enable_prefix_caching: let requests take over blocks, and state of linear attention, that others computed.
         num_prefix_snapshots: slots for copies of that state; None is two for each of ``max_num_seqs``, and no more than
             a tenth of the memory left for caches. Models without linear attention need none.
         prefix_snapshot_interval: blocks between such copies within a prompt; None takes them only where prompts end or
             part. Each ends a prefill chunk.
+        hisparse_host_memory: host memory for KV rows that leave the device when it is short of room (HiSparse): bytes
+            ("64GiB") or a share of the machine's ("40%"); None keeps all rows on the device. Index keys and the state
+            of linear attention always stay there.
+        hisparse_hot_factor: hot slots of a sequence, for rows of its host blocks that decode selects, as a multiple of
+            the model's ``index_topk``.
         seed: of requests that bring none, and of dummy weights.
     """
 
@@ -61,4 +66,6 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     num_prefix_snapshots: int | None = None
     prefix_snapshot_interval: int | None = None
+    hisparse_host_memory: int | float | str | None = None
+    hisparse_hot_factor: int = 2
     seed: int = 0

@@ -9,6 +9,14 @@ import torch
 
 from sidestream.errors import CapacityError
 
+GIB = 2**30
+MOST_CONTEXT = 3 * GIB // 2
+"""More in use before anything was allocated is not one context (0.5 GiB on an H200): others use the device."""
+MOST_BESIDE = 4 * GIB
+"""More than that beside torch's allocator is not kernels and graphs, so others use the device."""
+SHARED_CONTEXT = GIB
+"""What context, kernels and graph nodes are taken to need where the driver's figure does not tell."""
+
 
 @dataclass(frozen=True, slots=True)
 class Segments:
@@ -28,28 +36,34 @@ class Segments:
 class DeviceMemory:
     """Readings of one CUDA device, in bytes.
 
-    The driver's figure is everything in use on the device, whoever uses it; only what torch held in this process
-    before (of another engine, say) is left out.
+    The driver counts everything on the device, whoever uses it. Where other processes do, whose memory is whose cannot
+    be told, and ``SHARED_CONTEXT`` stands for what the engine has beside torch's allocator. What torch held in this
+    process before (of another engine, say) is left out.
 
     Attributes:
         total: of the device.
-        context: in use before the engine took anything: the CUDA context, and other processes.
+        shared: others use it.
+        context: in use before the engine took anything.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         release()
-        torch.cuda.synchronize(device)
-        free, self.total = torch.cuda.mem_get_info(device)
+        self.total = torch.cuda.mem_get_info(device)[1]
         self._others = Segments(0, 0, 0)
         self._others = self.segments()
         self._before = torch.cuda.memory_reserved(device)
-        self.context = self.total - free - self._before
+        beside = self._beside_torch()
+        self.shared = beside > MOST_CONTEXT
+        self.context = SHARED_CONTEXT if self.shared else beside
+
+    def _beside_torch(self) -> int:
+        torch.cuda.synchronize(self.device)
+        return self.total - torch.cuda.mem_get_info(self.device)[0] - torch.cuda.memory_reserved(self.device)
 
     def in_use(self) -> int:
-        """The driver's figure."""
-        torch.cuda.synchronize(self.device)
-        return self.total - torch.cuda.mem_get_info(self.device)[0] - self._before
+        """By the engine: the driver's figure, where nobody else uses the device."""
+        return self.beside_torch() + self.reserved()
 
     def reserved(self) -> int:
         """Of it, what torch's allocator took from the driver."""
@@ -57,7 +71,9 @@ class DeviceMemory:
 
     def beside_torch(self) -> int:
         """Of it, the rest: context, kernels and libraries, nodes of graphs."""
-        return self.in_use() - self.reserved()
+        beside = self._beside_torch()
+        self.shared |= beside > MOST_BESIDE
+        return max(self.context, SHARED_CONTEXT) if self.shared else beside
 
     def segments(self) -> Segments:
         """What torch's allocator took from the driver, by use."""
@@ -76,16 +92,17 @@ class DeviceMemory:
         return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
 
     def enforce(self, budget: int) -> None:
-        """From here on torch's allocator gives unused memory back, or fails, before the driver's figure passes
-        ``budget``. It holds for the whole process, until another engine is built or ``lift`` is called.
+        """From here on torch's allocator gives unused memory back, or fails, before ``in_use`` passes ``budget``.
+
+        It holds for the whole process, until another engine is built or ``lift`` is called.
 
         Raises:
-            CapacityError: the figure is above the budget already.
+            CapacityError: more is in use already.
         """
         in_use = self.in_use()
         if in_use > budget:
             raise CapacityError(
-                f"the device has {in_use} bytes in use once the engine is ready, more than the memory budget of "
+                f"{in_use} bytes of the device are in use once the engine is ready, more than the memory budget of "
                 f"{budget} bytes; raise memory_limit"
             )
         allowed = budget - self.beside_torch() + self._before
