@@ -107,6 +107,10 @@ class BlockPool:
         """The block published under a hash, owned or free; ``share`` it before anything else is allocated."""
         return self._block_of.get(content)
 
+    def holds_content(self, block: int) -> bool:
+        """Whether a block has an owner, or content that ``lookup`` finds."""
+        return self._references[block] > 0 or block in self._hash_of
+
     def count_free(self, blocks: Iterable[int]) -> int:
         """How many of them have no owner, so that sharing them takes from ``num_free``."""
         return sum(not self._references[block] for block in blocks)

@@ -50,19 +50,17 @@ class CachedSequence(Producer):
     Attributes:
         path: its full blocks whose tokens are known.
         num_published: of them, those that the pool may find, from the front.
-        last_full: blocks that its present prefill fills.
         pending: (blocks, slot) of snapshots whose last tokens are not known yet.
         generated: where its last snapshot of generated tokens is kept.
     """
 
-    __slots__ = ("generated", "hashes", "last_full", "num_published", "path", "pending")
+    __slots__ = ("generated", "hashes", "num_published", "path", "pending")
 
     def __init__(self, hashes: BlockHashes) -> None:
         super().__init__()
         self.hashes = hashes
         self.path: list[PrefixNode] = []
         self.num_published = 0
-        self.last_full = 0
         self.pending: list[tuple[int, int]] = []
         self.generated: PrefixNode | None = None
 
@@ -139,24 +137,23 @@ class PrefixCache:
 
     def worth_waiting(self, sequence: CachedSequence, hit: Hit, num_known: int) -> bool:
         """A running sequence will compute more of its prefix, and leave what it takes to continue there."""
-        size, path = self.blocks.block_size, sequence.path
-        shared = hit.num_found
-        limit = min((num_known - 1) // size, len(path))
-        while shared < limit:
-            producer = path[shared].producer
-            if producer is None or not producer.active or producer.num_computed > shared * size + size - 1:
-                break
-            shared += 1
-        if shared <= hit.num_found:
-            return False
-        return self.snapshots is None or path[shared - 1].wanted
+        size = self.blocks.block_size
+        for node in sequence.path[hit.num_tokens // size : (num_known - 1) // size]:
+            producer = node.producer
+            coming = producer is not None and producer.active and producer.num_computed < node.depth * size
+            if producer is None or not coming:
+                if node.block is None:
+                    return False
+            elif node.block is None if self.snapshots is None else self._wants(producer, node):
+                return True
+        return False
 
     def claim(self, sequence: CachedSequence, hit: Hit, num_known: int) -> None:
-        """It is about to compute what it did not find, so that others may wait for that."""
+        """It is about to compute what it does not take over, so that others may wait for that."""
         sequence.last_full = num_known // self.blocks.block_size
         sequence.active = True
         sequence.num_computed = hit.num_tokens
-        for node in sequence.path[hit.num_found :]:
+        for node in sequence.path[hit.num_tokens // self.blocks.block_size :]:
             node.producer = sequence
 
     def admit(self, sequence: CachedSequence, hit: Hit) -> None:
@@ -169,7 +166,7 @@ class PrefixCache:
 
     def chunk_end(self, sequence: CachedSequence, start: int, end: int) -> int:
         """Where a prefill chunk should end that could reach ``end``: at the first boundary with a wanted snapshot."""
-        if self.snapshots is None or not self.snapshots.count:
+        if self.snapshots is None:
             return end
         size = self.blocks.block_size
         for depth in range(start // size + 1, min((end - 1) // size, len(sequence.path)) + 1):
@@ -275,8 +272,9 @@ class PrefixCache:
         node.snapshot = None
         self.stats.snapshots_evicted += 1
 
-    def _wants(self, sequence: CachedSequence, node: PrefixNode) -> bool:
-        if node.snapshot is not None:
+    def _wants(self, sequence: Producer, node: PrefixNode) -> bool:
+        """This sequence should leave a snapshot there when it comes by."""
+        if node.snapshot is not None or self.snapshots is None or not self.snapshots.count:
             return False
         every = self._snapshot_interval
         return node.wanted or node.depth == sequence.last_full or (every is not None and node.depth % every == 0)

@@ -38,12 +38,14 @@ class Producer:
 
     Attributes:
         active: it runs, or is about to.
+        last_full: blocks that its present prefill fills.
         num_computed: positions that planned steps have computed or will.
     """
 
-    __slots__ = ("active", "num_computed")
+    __slots__ = ("active", "last_full", "num_computed")
 
     def __init__(self) -> None:
+        self.last_full = 0
         self.active = False
         self.num_computed = 0
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+import psutil
+
 from sidestream.config.engine import EngineConfig
 from sidestream.config.model import AttentionKind, ModelConfig
 from sidestream.errors import ConfigError
@@ -32,6 +34,8 @@ class ResolvedConfig:
         prefix_caching: off too where no layer keeps KV rows.
         num_snapshots: of the state of linear attention; None is derived from the memory left.
         snapshot_interval: blocks between them within a prompt; None for none there.
+        host_memory: bytes of the host pool of HiSparse; 0 without one.
+        hot_factor: hot slots of a sequence in multiples of ``index_topk``.
         rollback: tokens that a sequence may take back (0 without speculation).
     """
 
@@ -55,6 +59,8 @@ class ResolvedConfig:
     prefix_caching: bool = False
     num_snapshots: int | None = None
     snapshot_interval: int | None = None
+    host_memory: int = 0
+    hot_factor: int = 2
     rollback: int = 0
 
     @property
@@ -68,7 +74,7 @@ class ResolvedConfig:
 
     @property
     def needs_snapshots(self) -> bool:
-        """A prefix is of use only with the state behind it; the unfinished index pool is empty at the end of a block."""
+        """A prefix is of use only with the state behind it; an unfinished index pool is empty at the end of a block."""
         return self.model.kda is not None
 
     @property
@@ -157,14 +163,37 @@ def resolve(user: EngineConfig, model: ModelConfig, *, cuda_available: bool, dev
         prefix_caching=user.enable_prefix_caching and bool(_mla_layers(model)),
         num_snapshots=user.num_prefix_snapshots,
         snapshot_interval=user.prefix_snapshot_interval,
+        host_memory=_host_memory(user, model),
+        hot_factor=user.hisparse_hot_factor,
     )
+
+
+def _host_memory(user: EngineConfig, model: ModelConfig) -> int:
+    """Bytes of the host pool.
+
+    Raises:
+        ConfigError: a layer reads all of its context, so that no row is ever cold; or a wrong setting.
+    """
+    factor = user.hisparse_hot_factor
+    if isinstance(factor, bool) or not isinstance(factor, int) or factor < 1:
+        raise ConfigError(f"hisparse_hot_factor must be a positive integer, got {factor!r}")
+    if user.hisparse_host_memory is None:
+        return 0
+    dense = model.layers_of(AttentionKind.DENSE_MLA)
+    if dense or not model.layers_of(AttentionKind.SPARSE_MLA):
+        why = f"layers {dense} read their whole context" if dense else "no layer has KV rows"
+        raise ConfigError(
+            f"hisparse_host_memory is {user.hisparse_host_memory!r}, but {why}, so nothing of it is cold; leave it out"
+        )
+    total = int(psutil.virtual_memory().total)
+    return parse_memory(user.hisparse_host_memory, total, name="hisparse_host_memory")
 
 
 def _mla_layers(model: ModelConfig) -> tuple[int, ...]:
     return model.layers_of(AttentionKind.SPARSE_MLA, AttentionKind.DENSE_MLA)
 
 
-def parse_memory(limit: int | float | str | None, device_memory: int) -> int:
+def parse_memory(limit: int | float | str | None, device_memory: int, *, name: str = "memory_limit") -> int:
     """Bytes of a ``memory_limit``: "8GiB", "60%", 0.6, 8589934592; None is the default share."""
     if limit is None:
         limit = DEFAULT_MEMORY_SHARE
@@ -172,7 +201,7 @@ def parse_memory(limit: int | float | str | None, device_memory: int) -> int:
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%|[a-zA-Z]*)\s*", limit)
         unit = match.group(2).lower() if match else ""
         if match is None or (unit != "%" and unit not in _UNITS):
-            raise ConfigError(f"memory_limit {limit!r} is neither bytes ('8GiB', '500MB') nor a share ('60%', 0.6)")
+            raise ConfigError(f"{name} {limit!r} is neither bytes ('8GiB', '500MB') nor a share ('60%', 0.6)")
         number = float(match.group(1))
         if unit == "%":
             limit = number / 100
@@ -181,13 +210,13 @@ def parse_memory(limit: int | float | str | None, device_memory: int) -> int:
         else:
             limit = int(min(number * _UNITS[unit], 2.0**62))
     if isinstance(limit, bool) or not isinstance(limit, int | float):
-        raise ConfigError(f"memory_limit must be bytes or a share, got {limit!r}")
+        raise ConfigError(f"{name} must be bytes or a share, got {limit!r}")
     if isinstance(limit, float):
         if not 0 < limit <= 1:
-            raise ConfigError(f"memory_limit {limit} as a share must be above 0 and at most 1")
+            raise ConfigError(f"{name} {limit} as a share must be above 0 and at most 1")
         return int(limit * device_memory)
     if not 0 < limit <= device_memory:
-        raise ConfigError(f"memory_limit {limit} bytes is not between 1 and the device's {device_memory} bytes")
+        raise ConfigError(f"{name} {limit} bytes is not between 1 and the device's {device_memory} bytes")
     return limit
 
 

@@ -73,7 +73,7 @@ def test_dead_blocks_give_their_places_without_a_copy() -> None:
 
 def test_a_step_that_writes_to_more_blocks_than_the_device_has_is_refused() -> None:
     placement = BlockPlacement(num_device=3, num_host=9, block_size=BLOCK)
-    with pytest.raises(CapacityError, match=r"3 new KV blocks.*max_num_batched_tokens.*num_blocks"):
+    with pytest.raises(CapacityError, match=r"3 new KV blocks.*room for 2.*max_num_batched_tokens.*num_blocks"):
         placement.plan([chunk((1, 2, 3), 0, 12)])
 
 

@@ -77,30 +77,37 @@ class Served:
 
 
 class Serving:
-    """An engine core on a CPU, or on the device of ``backend``."""
+    """An engine core on a CPU, or on the device of ``backend``.
 
-    def __init__(self, folder: Path, *, backend: StreamBackend | None = None, **settings: Any) -> None:
+    Args:
+        recorded: keep log-probabilities and recipes; for that the host waits for every step.
+    """
+
+    def __init__(
+        self, folder: Path, *, backend: StreamBackend | None = None, recorded: bool = True, **settings: Any
+    ) -> None:
         defaults: dict[str, Any] = {
             "device": "cpu",
             "dtype": "float32",
             "max_num_seqs": 4,
             "max_num_batched_tokens": 256,
-            "max_model_len": 512,
             "block_size": BLOCK,
             "num_blocks": 60,
             "num_prefix_snapshots": 8,
             "memory_limit": "2GiB",
         }
         self.built = build_engine(folder, EngineConfig(**(defaults | settings)), backend=backend)
-        self.built.pools.poison()
+        with self.built.runner.on_device():
+            self.built.pools.poison()
         self.core = EngineCore(self.built)
         self.served: dict[str, Served] = {}
         self._blocks: dict[int, tuple[Recipe, int]] = {}
         self._slots: dict[int, tuple[Recipe, int]] = {}
         self.forward = self.built.runner.forward
         self._copy_slots = self.built.pools.copy_slots
-        self.built.runner.forward = self._recorded_forward  # type: ignore[method-assign]
-        self.built.pools.copy_slots = self._recorded_copies  # type: ignore[method-assign]
+        if recorded:
+            self.built.runner.forward = self._recorded_forward  # type: ignore[method-assign]
+            self.built.pools.copy_slots = self._recorded_copies  # type: ignore[method-assign]
 
     def add(self, name: str, prompt: Iterable[int], *, max_tokens: int = 4, salt: str = "", **params: Any) -> Served:
         """Queue a greedy request."""

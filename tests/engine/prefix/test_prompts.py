@@ -7,12 +7,14 @@ that runs the same chunks, bit for bit.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from sidestream.core.outputs import CacheReason
 from tests.engine.harness import oracle_logprobs, random_sequences
+from tests.engine.llm_fixtures import MARGIN
 from tests.engine.prefix.serving import BLOCK, VOCAB, Replay, Served, Serving
 from tests.tiny_models import VARIANTS, build_oracle, save_checkpoint
 from tests.tolerances import PARITY_LOGPROB
@@ -29,8 +31,11 @@ class Model:
         self.folder = save_checkpoint(self.oracle, folder)
 
     def check(self, served: Served) -> None:
-        """Against transformers, at every position that the request computed."""
+        """Against transformers: every position that the request computed, every token that it chose."""
         expected = oracle_logprobs(self.oracle, served.sequence)
+        chosen = expected[len(served.prompt) - 1 : -1]
+        behind = chosen.amax(-1) - chosen.gather(-1, torch.tensor(served.tokens, dtype=torch.int64)[:, None])[:, 0]
+        assert float(behind.max()) <= MARGIN, f"tokens are behind the best by {behind.tolist()}"
         for position, row in served.rows.items():
             gap = float((row - expected[position]).abs().max())
             assert gap < PARITY_LOGPROB, f"position {position} of {len(expected)}: {gap}"
@@ -51,12 +56,14 @@ def check_bits(uncached: Replay, served: Served) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 64, 256])
 def test_each_prompt_takes_over_what_it_can(model: Model, chunk: int) -> None:
-    settings = {"max_num_batched_tokens": chunk, "max_num_seqs": min(chunk, 4)}
+    settings: dict[str, Any] = {"max_num_batched_tokens": chunk, "max_num_seqs": min(chunk, 4)}
     serving = Serving(model.folder, **settings)
     uncached = Replay(model.folder)
     hybrid = model.name in HYBRID
     whole, none = CacheReason.NOTHING_LONGER, CacheReason.NO_SNAPSHOT
-    cases = [  # prompt, tokens taken over by a model without linear attention, by one with it, and why not more
+    cases: list[
+        tuple[list[int], int, int, CacheReason]
+    ] = [  # prompt, tokens taken over by a model without linear attention, by one with it, and why not more
         (P, 0, 0, whole),
         ([*P, *SUFFIX], 128, 128, whole),
         ([*P[:100], *OTHER], 96, 0, none),  # its state was wanted by nobody before; now there is a snapshot at 96

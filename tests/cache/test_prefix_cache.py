@@ -1,0 +1,248 @@
+"""The prefix cache against a plain model of it, and what each of its parts promises."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from sidestream.cache.block_hashes import BlockHashes, block_hashes, chain_root
+from sidestream.cache.prefix_cache import CachedSequence, PrefixCache
+from sidestream.cache.prefix_stats import PrefixStats
+from sidestream.cache.snapshots import SnapshotPool
+from sidestream.core.outputs import CacheReason
+from tests.cache.plain_prefix_cache import PlainBlock, PlainPrefixCache, PlainSequence
+
+SIZE, FIRST = 2, 5
+
+
+def make_cache(num_blocks: int, *, snapshots: int | None = None, every: int | None = None) -> PrefixCache:
+    return PrefixCache(
+        num_blocks,
+        SIZE,
+        salt=b"model",
+        snapshots=None if snapshots is None else (FIRST, snapshots),
+        snapshot_interval=every,
+        stats=PrefixStats(),
+    )
+
+
+@dataclass
+class Pair:
+    """The same sequence in the cache and in the model. ``unread``: tokens computed whose value is not known yet."""
+
+    real: CachedSequence
+    plain: PlainSequence
+    blocks: list[int] = field(default_factory=list)
+    running: bool = False
+    unread: list[int] = field(default_factory=list)
+
+
+class Both:
+    """Does everything twice, and compares all that can be seen."""
+
+    def __init__(self, rng: random.Random, *, blocks: int, snapshots: int | None, every: int | None) -> None:
+        self.rng = rng
+        self.real = make_cache(blocks + 1, snapshots=snapshots, every=every)
+        self.plain = PlainPrefixCache(blocks, SIZE, snapshots=snapshots, every=every)
+        self.pairs: list[Pair] = []
+        self.strangers: list[tuple[list[int], list[PlainBlock]]] = []
+        self.hits = self.done = 0
+        self.stems = [[rng.randrange(3) for _ in range(14)] for _ in range(3)]
+
+    def submit(self) -> None:
+        stem = self.rng.choice(self.stems)
+        tokens = stem[: self.rng.randrange(1, 15)] + [
+            self.rng.randrange(3) for _ in range(self.rng.choice((0, 0, 1, 3)))
+        ]
+        real = self.real.open(tokens, num_prompt=len(tokens), salt="")
+        self.pairs.append(Pair(real, self.plain.open(tokens)))
+
+    def admit(self) -> None:
+        for pair in self.pick(running=False):
+            hit = self.real.find(pair.real, len(pair.plain.tokens))
+            assert hit.num_tokens == self.plain.find(pair.plain)
+            assert (hit.snapshot is not None) == (hit.num_tokens > 0 and self.real.snapshots is not None)
+            self.hits += hit.num_tokens > 0
+            self.real.claim(pair.real, hit, len(pair.plain.tokens))
+            self.real.admit(pair.real, hit)
+            self.plain.admit(pair.plain)
+            pair.blocks, pair.running = list(hit.blocks), True
+
+    def compute(self) -> None:
+        for pair in self.pick(running=True):
+            start, known = pair.plain.computed, len(pair.plain.tokens)
+            decode = start >= pair.plain.target
+            if decode and (start >= known + len(pair.unread) or len(pair.unread) == 2):
+                pair.unread.append(self.rng.randrange(3))
+            end = start + 1
+            if not decode:
+                most = min(pair.plain.target, start + self.rng.randrange(1, 7))
+                end = self.real.chunk_end(pair.real, start, most)
+                assert end == self.plain.chunk_end(pair.plain, most)
+            if not self.plain.grow(pair.plain, end):
+                self.preempt()
+                continue
+            pair.blocks += self.real.blocks.allocate(-(-end // SIZE) - len(pair.blocks)) or []
+            taken = self.real.computed(pair.real, end, pair.blocks, decode=decode)
+            assert (taken is not None) == self.plain.compute(pair.plain, end, decode=decode)
+
+    def learn(self) -> None:
+        for pair in self.pick(running=True):
+            if pair.unread:
+                token = pair.unread.pop(0)
+                self.real.learn(pair.real, token, pair.blocks)
+                self.plain.learn(pair.plain, token)
+
+    def preempt(self) -> None:
+        for pair in self.pick(running=True):
+            self.real.lose(pair.real)
+            self.real.blocks.release(pair.blocks)
+            self.plain.lose(pair.plain)
+            pair.blocks, pair.unread, pair.running = [], [], False
+
+    def abort(self) -> None:
+        for pair in self.rng.sample(self.pairs, min(1, len(self.pairs))):
+            self.real.lose(pair.real)
+            self.real.blocks.release(pair.blocks)
+            self.real.close(pair.real)
+            self.plain.close(pair.plain)
+            self.pairs.remove(pair)
+
+    def evict(self) -> None:
+        """Blocks go to somebody who publishes nothing, and come back later."""
+        if self.strangers and self.rng.random() < 0.5:
+            real, plain = self.strangers.pop()
+            self.real.blocks.release(real)
+            self.plain.give_back(plain)
+            return
+        count = self.rng.randrange(1 + min(4, len(self.plain.free)))
+        self.strangers.append((self.real.blocks.allocate(count) or [], self.plain.take_blocks(count)))
+
+    def pick(self, *, running: bool) -> list[Pair]:
+        fitting = [pair for pair in self.pairs if pair.running == running]
+        return self.rng.sample(fitting, min(1, len(fitting)))
+
+    def compare(self) -> None:
+        cache = self.real
+        cache.check_integrity([pair.real for pair in self.pairs])
+        owned = {str(i): pair.blocks for i, pair in enumerate(self.pairs)}
+        owned |= {f"stranger {i}": real for i, (real, _) in enumerate(self.strangers)}
+        cache.blocks.check_integrity(owned)
+        assert cache.blocks.num_free == len(self.plain.free)
+        nodes = cache.tree.nodes
+        root = chain_root(b"model", b"")
+
+        def node_hash(prefix: tuple[int, ...]) -> bytes:
+            return BlockHashes(root, SIZE, prefix).hashes[-1]
+
+        assert {c for c, node in nodes.items() if node.block is not None} == {node_hash(p) for p in self.plain.cached}
+        assert {c for c, node in nodes.items() if node.snapshot is not None} == {node_hash(p) for p in self.plain.kept}
+        assert {c for c, node in nodes.items() if node.wanted} == {node_hash(p) for p in self.plain.wanted}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "snapshots", "every"),
+    [(12, None, None), (20, 0, None), (20, 1, None), (16, 3, None), (40, 6, None), (24, 4, 2)],
+)
+def test_ten_thousand_random_operations_go_as_in_the_plain_model(
+    blocks: int, snapshots: int | None, every: int | None
+) -> None:
+    rng = random.Random(blocks)
+    both = Both(rng, blocks=blocks, snapshots=snapshots, every=every)
+    operations = [both.submit, both.admit, both.compute, both.compute, both.compute, both.learn, both.learn]
+    operations += [both.preempt, both.abort, both.evict]
+    for _ in range(10_000):
+        operation = rng.choice(operations)
+        if operation == both.submit and len(both.pairs) > 6:
+            operation = both.abort
+        operation()
+        both.compare()
+    stats = both.real.stats
+    assert both.hits > 20 if snapshots != 0 else both.hits == 0
+    assert stats.blocks_evicted > 50
+    assert not snapshots or stats.snapshots_evicted > 20
+    while both.pairs:
+        both.abort()
+    while both.strangers:
+        real, plain = both.strangers.pop()
+        both.real.blocks.release(real)
+        both.plain.give_back(plain)
+    both.compare()
+    assert both.real.blocks.num_free == blocks
+
+
+def test_hashes_grow_as_tokens_become_known() -> None:
+    tokens = [5, 70_000, 3, 9, 9, 9, 1]
+    grown = BlockHashes(chain_root(b""), SIZE, tokens[:1])
+    completed = [grown.append(token) for token in tokens[1:]]
+    assert completed == [True, False, True, False, True, False]
+    assert grown.hashes == block_hashes(tokens, SIZE) == BlockHashes(chain_root(b""), SIZE, tokens).hashes
+    assert chain_root(b"ab", b"c") != chain_root(b"a", b"bc"), "where one part ends matters"
+
+
+def test_a_snapshot_pool_evicts_the_least_recently_used_and_never_one_being_written() -> None:
+    evicted: list[tuple[int, bytes]] = []
+    pool = SnapshotPool(FIRST, 3, on_evict=lambda slot, content: evicted.append((slot, content)))
+    slots = [pool.take() for _ in range(3)]
+    assert slots == [5, 6, 7]
+    assert pool.take() is None
+    pool.keep(5, b"a")
+    pool.keep(7, b"b")
+    pool.touch(5)
+    assert pool.take() == 7
+    assert evicted == [(7, b"b")]
+    pool.drop(6)
+    assert (pool.num_free, pool.num_kept) == (1, 1)
+    pool.check_integrity(taken=[7], kept=[(5, b"a")])
+    with pytest.raises(AssertionError, match="owners hold"):
+        pool.check_integrity(taken=[], kept=[(5, b"a")])
+
+
+def test_a_newer_block_takes_the_place_of_a_free_one_of_equal_content() -> None:
+    """It was computed anew, for want of a snapshot; the old one would be evicted first, and the snapshot with it."""
+    cache = make_cache(6, snapshots=2)
+    owners: list[tuple[CachedSequence, list[int]]] = []
+    for _ in range(2):
+        sequence = cache.open([1, 2, 3], num_prompt=3, salt="")
+        hit = cache.find(sequence, 3)
+        cache.claim(sequence, hit, 3)
+        blocks = cache.blocks.allocate(2) or []
+        sequence.num_published = 0
+        sequence.active = True
+        cache.computed(sequence, 2, blocks, decode=False)
+        cache.blocks.release(blocks)
+        cache.close(sequence)
+        owners.append((sequence, blocks))
+    (found,) = [node.block for node in cache.tree.nodes.values()]
+    assert found == owners[1][1][0]
+    cache.check_integrity([])
+
+
+def test_reasons() -> None:
+    cache = make_cache(12, snapshots=2)
+
+    def found(tokens: list[int]) -> tuple[int, CacheReason, int]:
+        sequence = cache.open(tokens, num_prompt=len(tokens), salt="")
+        hit = cache.find(sequence, len(tokens))
+        cache.close(sequence)
+        return hit.num_tokens, hit.reason, hit.num_found
+
+    first = cache.open([1, 2, 3, 4, 5, 6, 7], num_prompt=7, salt="")
+    hit = cache.find(first, 7)
+    assert (hit.num_tokens, hit.reason) == (0, CacheReason.NOTHING_LONGER)
+    cache.claim(first, hit, 7)
+    cache.admit(first, hit)
+    blocks = cache.blocks.allocate(4) or []
+    assert cache.chunk_end(first, 0, 7) == 6
+    assert cache.computed(first, 6, blocks, decode=False) == FIRST
+    assert cache.computed(first, 7, blocks, decode=False) is None
+    assert found([1, 2, 3, 4, 5, 6, 7]) == (6, CacheReason.NOTHING_LONGER, 3)
+    assert found([1, 2, 3, 4, 5, 6]) == (0, CacheReason.NO_SNAPSHOT, 3)
+    assert found([1, 2, 3, 4, 9, 9]) == (0, CacheReason.NO_SNAPSHOT, 2)
+    assert found([9, 2, 3, 4]) == (0, CacheReason.NOTHING_LONGER, 0)
+    assert found([1]) == (0, CacheReason.SHORT, 0)
+    cache.blocks.release(blocks)
+    cache.close(first)
+    cache.check_integrity([])

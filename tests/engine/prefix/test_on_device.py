@@ -1,0 +1,102 @@
+"""The prefix cache on the simulated device: steps planned ahead, graphs, and every copy of state in order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sidestream.streams.simulated import Order
+from tests.engine.harness import random_sequences
+from tests.engine.prefix.serving import VOCAB, Serving
+from tests.engine.sim.harness import captured_sizes, make_model, open_sim
+
+STEM, ONE, TWO, THREE = random_sequences((32, 20, 7, 18), vocab=VOCAB, seed=12)
+SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 32, "max_num_seqs": 3, "num_blocks": 24}
+MODES = ("none", "piecewise", "full_and_piecewise")
+
+
+@pytest.fixture(scope="module", params=["glm5_next", "kimi_linear", "glm_moe_dsa"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    make_model(request.param, path)
+    return path
+
+
+def serve(serving: Serving) -> dict[str, list[int]]:
+    """Prompts that share a stem, two of them at once; then the next turn of one of them, and one of them again."""
+    serving.serve("first", [*STEM, *ONE], max_tokens=3)
+    for name, tail in (("two", TWO), ("three", THREE)):
+        serving.add(name, [*STEM, *tail], max_tokens=20)
+    serving.run()
+    serving.serve("turn", [*serving.served["two"].sequence, 9, 10], max_tokens=3)
+    serving.serve("again", [*STEM, *ONE], max_tokens=3)
+    return {name: served.tokens for name, served in serving.served.items()}
+
+
+def on_device(folder: Path, mode: str, order: Order, *, recorded: bool = False, **settings: Any) -> Serving:
+    with captured_sizes(1, 8):
+        return Serving(
+            folder,
+            backend=open_sim(order, seed=5),
+            recorded=recorded,
+            device="sim",
+            cudagraph_mode=mode,
+            graph_debug=True,
+            max_capture_tokens=8,
+            **(SETTINGS | settings),
+        )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_are_those_of_a_cpu_and_nothing_is_out_of_order(folder: Path, mode: str) -> None:
+    expected = serve(Serving(folder, recorded=False, enable_prefix_caching=False, **SETTINGS))
+    for order in (Order.LAZY, Order.RANDOM):
+        serving = on_device(folder, mode, order)
+        assert serve(serving) == expected
+        backend: Any = serving.built.runner.streams.backend
+        backend.check()
+        cached = {name: served.cached_tokens for name, served in serving.served.items()}
+        hybrid = serving.built.config.needs_snapshots
+        assert cached["two"] == (0 if hybrid else 32), (
+            "the state behind the stem is kept when it shows that prompts part"
+        )
+        assert cached["three"] == 32
+        assert cached["turn"] == 48
+        assert cached["again"] == 48
+
+
+def test_modes_have_the_same_bits(folder: Path) -> None:
+    rows = {}
+    for mode in MODES:
+        serving = on_device(folder, mode, Order.RANDOM, recorded=True)
+        serve(serving)
+        rows[mode] = {name: served.rows for name, served in serving.served.items()}
+    for mode in MODES[1:]:
+        for name, expected in rows["none"].items():
+            assert rows[mode][name].keys() == expected.keys()
+            for position, row in expected.items():
+                assert torch.equal(rows[mode][name][position], row), f"{mode}: position {position} of {name}"
+
+
+def test_a_failed_step_empties_the_cache(folder: Path) -> None:
+    """What it wrote is not known, so nothing is taken over from it; the request is computed anew."""
+    serving = Serving(folder, recorded=False, **SETTINGS)
+    first = serving.serve("first", [*STEM, *ONE], max_tokens=3)
+    real = serving.built.runner.forward
+    again = serving.add("again", [*STEM, *ONE], max_tokens=3)
+
+    def fails(*args: Any, **kw: Any) -> Any:
+        real(*args, **kw)
+        raise KeyboardInterrupt
+
+    serving.built.runner.forward = fails  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        serving.step()
+    serving.built.runner.forward = real  # type: ignore[method-assign]
+    serving.run()
+    assert again.cached_tokens == 0
+    assert again.tokens == first.tokens
+    assert serving.serve("once more", [*STEM, *ONE], max_tokens=3).cached_tokens == 48

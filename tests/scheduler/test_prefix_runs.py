@@ -1,0 +1,144 @@
+"""The scheduler with a prefix cache: random loads that share, and what it waits for and where it stops for others."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sidestream.core.request import Request
+from tests.scheduler.fake_engine import VOCAB, FakeEngine, make_config, make_request, solo_run
+from tests.scheduler.test_random_runs import assert_all_back, assert_answers, drive
+
+
+def caching(**overrides: object) -> FakeEngine:
+    return FakeEngine(
+        make_config(**({"prefix_caching": True, "needs_snapshots": True, "num_snapshots": 8} | overrides))
+    )
+
+
+def sharing_requests(rng: random.Random, count: int) -> list[Request]:
+    stems = [tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))) for _ in range(4)]
+    requests = []
+    for i in range(count):
+        stem = rng.choice(stems)
+        prompt = stem[: rng.randint(1, len(stem))] + tuple(
+            rng.randrange(VOCAB) for _ in range(rng.choice((0, 0, 1, 9)))
+        )
+        stop = tuple(rng.sample(range(VOCAB), rng.choice((0, 0, 3))))
+        requests.append(make_request(f"r{i}", prompt, max_tokens=rng.randint(1, 10), stop=stop))
+    return requests
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_random_loads_that_share_get_their_own_answers(hybrid: bool) -> None:
+    """The fake device reads history through blocks and slots only, so a wrong block or snapshot changes the answer."""
+    hits = restored = preemptions = waited = evicted = 0
+    for seed in range(120):
+        rng = random.Random(seed)
+        config = make_config(
+            max_num_seqs=rng.randint(1, 6),
+            max_num_batched_tokens=rng.choice((1, 3, 7, 16, 40)),
+            num_blocks=rng.randint(14, 60),
+            num_slots=7,
+            uses_slots=hybrid,
+            prefill_quantum=5,
+            max_model_len=48,
+            prefix_caching=True,
+            needs_snapshots=hybrid,
+            num_snapshots=rng.randint(0, 8),
+            snapshot_interval=rng.choice((None, None, 1, 3)),
+            shared_prefix_wait=rng.choice((0, 2, 200)),
+        )
+        requests = sharing_requests(rng, 30)
+        engine = FakeEngine(config, depth=rng.choice((0, 1, 2)))
+        drive(engine, requests, rng, abort_share=rng.choice((0.0, 0.03)))
+        assert_answers(engine, requests)
+        assert_all_back(engine)
+        stats = engine.scheduler.prefix_stats
+        hits += stats.hits
+        restored += stats.snapshots_restored
+        waited += stats.waited
+        evicted += stats.blocks_evicted
+        preemptions += engine.scheduler.num_preemptions
+    assert hits > 500
+    assert waited > 20
+    assert evicted > 1_000
+    assert preemptions > 20
+    assert restored == (hits if hybrid else 0), "never one part without the other"
+
+
+def test_a_chunk_ends_where_a_state_is_wanted() -> None:
+    engine = caching(max_num_batched_tokens=40)
+    engine.add(make_request("a", 30, max_tokens=1))
+    engine.run()
+    assert [(c.start, c.length) for step in engine.steps for c in step.chunks] == [(0, 28), (28, 2)]
+    assert [len(step.snapshots) for step in engine.steps] == [1, 0]
+    engine = caching(max_num_batched_tokens=40, snapshot_interval=3)
+    engine.add(make_request("a", 30, max_tokens=1))
+    engine.run()
+    assert [c.length for step in engine.steps for c in step.chunks] == [12, 12, 4, 2]
+
+
+def test_what_one_does_not_use_before_a_boundary_goes_to_others() -> None:
+    engine = caching(max_num_batched_tokens=16)
+    engine.add(make_request("a", 14, max_tokens=1))
+    engine.add(make_request("b", 14, max_tokens=1))
+    engine.run()
+    assert [[c.length for c in step.chunks] for step in engine.steps] == [[8, 8], [4, 4], [2, 2]]
+    engine = caching(max_num_batched_tokens=16)
+    engine.add(make_request("a", 6, max_tokens=1))
+    engine.add(make_request("b", 30, max_tokens=1))
+    engine.step()
+    assert [c.length for c in engine.steps[0].chunks] == [4, 12]
+
+
+def test_without_linear_attention_no_chunk_ends_early() -> None:
+    engine = caching(max_num_batched_tokens=40, needs_snapshots=False, uses_slots=False)
+    engine.add(make_request("a", 30, max_tokens=1))
+    engine.run()
+    engine.add(make_request("b", 30, max_tokens=1))
+    assert [c.length for step in engine.steps for c in step.chunks] == [30]
+
+
+def test_waiting_for_a_prefix_in_flight_is_bounded() -> None:
+    stem = tuple(range(40))
+    for bound, starts in ((2, 3), (0, 2), (200, 10)):  # without waiting it is the other's turn first
+        engine = caching(max_num_batched_tokens=4, num_blocks=60, shared_prefix_wait=bound)
+        engine.add(make_request("a", (*stem, 1, 2, 3), max_tokens=1))
+        engine.step()
+        engine.add(make_request("b", (*stem, 7, 8, 9), max_tokens=1))
+        steps = 1
+        while not any(c.request_id == "b" for c in engine.steps[-1].chunks):
+            engine.step()
+            steps += 1
+        assert steps - 1 == starts, f"bound {bound}"
+        assert engine.scheduler.prefix_stats.gave_up == (bound < 10)
+        engine.run()
+        assert engine.cached["b"] == (40 if bound == 200 else 0)
+        assert engine.outputs["b"] == solo_run(make_request("b", (*stem, 7, 8, 9), max_tokens=1), engine.config)[0]
+
+
+def test_a_request_behind_one_that_waits_is_served() -> None:
+    stem = tuple(range(40))
+    engine = caching(max_num_batched_tokens=8, num_blocks=60)
+    for name, prompt in (("a", (*stem, 1)), ("b", (*stem, 2)), ("c", (5, 6, 7))):
+        engine.add(make_request(name, prompt, max_tokens=1))
+    engine.step()
+    assert {c.request_id for c in engine.steps[0].chunks} == {"a", "c"}
+    engine.run()
+    assert engine.cached == {"a": 0, "b": 40, "c": 0}
+
+
+def test_generated_tokens_are_found_by_the_next_turn_and_hold_one_snapshot_at_a_time() -> None:
+    engine = caching(num_snapshots=3)
+    first = make_request("first", 10, max_tokens=30)
+    engine.add(first)
+    engine.run()
+    stats = engine.scheduler.prefix_stats
+    assert stats.snapshots_taken == 1 + 7, "at 8, then at 12, 16, .. 36"
+    assert stats.snapshots_evicted == 0
+    history = (*first.prompt_token_ids, *engine.outputs["first"])
+    engine.add(make_request("second", (*history, 1, 2), max_tokens=2))
+    engine.run()
+    assert engine.cached["second"] == 36, "40 tokens, of which the last was never computed"
