@@ -6,8 +6,9 @@ Each variant is compared with fp32 torch on ragged contexts first. Times are med
 rotate over row sets; contexts share one pool, which is larger than the L2 cache.
 
 Predicted: a context of 8,192 tokens is 9.4 MB, 2.2 us of the device, and products of 32 heads padded to 64 take 1.4 us
-at the full rate, so gathers bound it: 1.3 x the floor at batch 32 and more, 12 us at batch 1 (start, 2 tiles, merge).
-Writing 128 rows: one launch, 3 us.
+at the full rate, so gathers bound it: 1.1 x the floor at batch 128, 17 us at batch 1 (start, 2 tiles, merge). A chunk's
+blocks are full (two tokens of 32 heads), so it takes what a tile takes, 1.4 us, for every 64 rows of 64 queries: 65 %
+of the rate of products. Writing 128 rows: one launch, 3 us.
 """
 
 from __future__ import annotations
@@ -34,20 +35,9 @@ BYTES_PER_S, FLOPS_PER_S = 4.28e12, 790e12
 HEADS, LATENT, ROPE, BLOCK, SCALE = 32, 512, 64, 64, 192**-0.5
 LAYOUT = kv_row_layout("bf16", latent_dim=LATENT, rope_dim=ROPE, model_dtype=torch.bfloat16)
 SHAPES = ((1, 8192), (1, 131_072), (8, 8192), (32, 8192), (64, 8192), (128, 8192))
-SIZES = (
-    (32, 32, 5, 8, False),
-    (32, 64, 3, 8, False),
-)
-"""block_h, block_n, stages, warps, parted."""
 POOL_BLOCKS = 16_385
 CHUNKS = ((8192, 0), (2048, 30_720), (64, 8128), (16, 131_056))
 """Tokens and the position they start at."""
-CHUNK_LAUNCHES = (
-    Launch(1, 64, 64, 1, 8, False, roles=True),
-    Launch(4, 64, 64, 1, 8, False, roles=True),
-    Launch(16, 64, 64, 1, 8, False, roles=True),
-    Launch(1, 64, 64, 3, 8, True),
-)
 
 
 def call(step: dict[str, torch.Tensor], launch: Launch | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,13 +102,11 @@ def time_us(run: Callable[[int], Any], calls: int = 20) -> float:
 
 
 def variants(rows: int, context: int) -> list[Launch]:
-    found = [choose_launch(rows, HEADS, context, LAYOUT, MAX_SPLITS, paged=True)]
-    for block_h, block_n, stages, warps, parted in SIZES:
-        fill = max(1, 132 // rows)
-        for splits in sorted({min(count, MAX_SPLITS) for count in (fill, max(1, fill // 2), 2 * fill, 4 * fill)}):
-            found.append(Launch(splits, block_h, block_n, stages, warps, parted))
-            found.append(Launch(splits, 64, 64, 1, 8, False, ordered=True))
-            found.append(Launch(splits, 64, 64, 1, 8, False, roles=True))
+    """The table's choice, fewer runs, and blocks of 32 heads."""
+    chosen = choose_launch(rows, HEADS, context, LAYOUT, MAX_SPLITS, paged=True)
+    found = [chosen, Launch(chosen.splits, 32, 64, 3, 8, False)]
+    if chosen.splits > 1:
+        found.append(replace(chosen, splits=-(-chosen.splits // 2)))
     return list(dict.fromkeys(found))
 
 
@@ -131,7 +119,8 @@ def time_chunks(pool: torch.Tensor) -> list[dict[str, Any]]:
         q = torch.randn(tokens, HEADS, LATENT + ROPE, device="cuda").bfloat16()
         pairs = tokens * start + tokens * (tokens + 1) / 2
         floor = 2 * pairs * HEADS * (2 * LATENT + ROPE) / FLOPS_PER_S * 1e6
-        for launch in (None, *CHUNK_LAUNCHES):
+        chosen = choose_launch(tokens, HEADS, blocks * BLOCK, LAYOUT, MAX_SPLITS, paged=True, in_line=True)
+        for launch in dict.fromkeys([chosen, replace(chosen, splits=1), replace(chosen, splits=2 * chosen.splits)]):
 
             def run(i: int, q: Any = q, table: Any = table, start: Any = start, launch: Any = launch) -> None:
                 segments = [Segment(0, q.shape[0], 0, start)]
@@ -148,9 +137,12 @@ def time_chunks(pool: torch.Tensor) -> list[dict[str, Any]]:
                 )
 
             us = time_us(run, calls=3)
-            print(f"chunk of {tokens} from {start}: {us:.1f} us, floor {floor:.1f} ({floor / us:.2f}), {launch}")
-            sizes = None if launch is None else asdict(launch)
-            results.append({"tokens": tokens, "start": start, "us": us, "floor": floor, "launch": sizes})
+            sizes = f"splits={launch.splits} roles={launch.roles}"
+            print(
+                f"chunk of {tokens} from {start}: {us:.1f} us, floor {floor:.1f} ({floor / us:.2f}), {sizes}",
+                flush=True,
+            )
+            results.append({"tokens": tokens, "start": start, "us": us, "floor": floor, **asdict(launch)})
     return results
 
 
@@ -207,11 +199,11 @@ def main(path: Path) -> None:
         done = 2 * rows * context * HEADS * (2 * LATENT + ROPE) / FLOPS_PER_S
         floor = max(moved, done) * 1e6
         default = next((us for us, one in timed if one == launches[0]), float("nan"))
-        print(f"dense rows={rows} context={context}: floor {floor:.1f}, default {default:.1f} us")
+        print(f"dense rows={rows} context={context}: floor {floor:.1f}, default {default:.1f} us", flush=True)
         for us, one in sorted(timed, key=lambda pair: pair[0])[:3]:
             print(
                 f"    {us:8.1f} us  splits={one.splits} h={one.block_h} n={one.block_n} stages={one.stages} "
-                f"warps={one.warps} parted={one.parted} ordered={one.ordered} roles={one.roles}"
+                f"warps={one.warps} parted={one.parted} roles={one.roles}"
             )
         times += [{"rows": rows, "context": context, "floor": floor, "us": us, **asdict(one)} for us, one in timed]
     path.write_text(json.dumps({"dense": times, "chunks": time_chunks(pool), "writes": time_writes()}, indent=1))

@@ -5,11 +5,11 @@
 Variants are compiled and compared with fp32 torch in worker processes first, which also fills Triton's cache. Times are
 medians of replays of a graph whose calls rotate over input sets that are larger than the L2 cache together.
 
-Predicted for 64 heads, 2,048 rows, 132 programs at a time: 64 rows take a program about 2.7 us in bf16 (products 1.2,
-queries read again from shared memory for every 32 rows 0.7, softmax 0.5, issue 0.3) and 2.3 us in mxfp8, so 86 / 74 us
-at batch 128, 48 / 42 at 64 (two runs and a merge of 5 us), 27 / 24 at 32, 14 / 13 at 8 and 9 / 9 at 1; 2,048 prefill
-tokens 1.34 ms, 410 TFLOP/s. The ordered kernel: 2.1 us a tile in bf16 and 2.2 in mxfp8, so 70 / 72 us at batch 128,
-40 / 41 at 64, 22 / 23 at 32; prefill 1.0 ms, 550 TFLOP/s.
+Predicted for 64 heads, 2,048 rows, 132 programs at a time, the kernel with roles: a tile of 64 rows takes 1,024 cycles
+of products for scores and as many for values, and shared memory 2,200 cycles to feed them and take rows in: 1.3 us, or
+what memory gives (64 KB of bf16 rows a multiprocessor: 2.1 us with 128 of them). Unpacking a tile of E4M3 rows takes
+four warps 1,200 cycles beside that. Start to end without tiles 8 us, a merge 4 us. So 78 / 60 us (bf16 / mxfp8) at
+batch 128, 46 / 36 at 64, 29 / 25 at 32, 17 / 16 at 8, 11 at 1; 2,048 prefill tokens 0.85 ms, 650 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -39,29 +39,8 @@ ROTATED_BYTES = 160 << 20
 BATCHES = (1, 8, 32, 64, 128)
 BARS = {"mxfp8": (12, 16, 36, 55, 90), "bf16": (12, 18, 42, 65, 105), "fp8_ds_mla": (12, 18, 42, 65, 105)}
 ROPES = {"mxfp8": 0, "bf16": 0, "fp8_ds_mla": 64}
-SIZES: dict[str, tuple[tuple[int, int, int, int, bool], ...]] = {
-    "bf16": (
-        (64, 64, 3, 8, True),
-        (32, 64, 3, 8, False),
-        (16, 32, 5, 4, False),
-        (16, 64, 3, 4, False),
-    ),
-    "mxfp8": (
-        (64, 64, 5, 8, True),
-        (32, 64, 3, 8, False),
-        (16, 32, 5, 4, False),
-        (16, 64, 3, 4, False),
-        (16, 64, 3, 8, False),
-    ),
-    "fp8_ds_mla": (
-        (64, 64, 3, 8, True),
-        (32, 64, 3, 8, False),
-        (16, 32, 5, 4, False),
-        (16, 64, 3, 4, False),
-        (16, 64, 3, 8, False),
-    ),
-}
-"""block_h, block_n, stages, warps, parted."""
+SMALL = ((16, 32, 5, 4, False), (16, 64, 3, 4, False))
+"""Sizes for few tokens or heads: block_h, block_n, stages, warps, parted."""
 
 
 @dataclass(frozen=True)
@@ -111,26 +90,18 @@ def rows_of(tokens: int, width: int, pool_rows: int) -> torch.Tensor:
 
 
 def variants(shape: Shape) -> list[Launch]:
-    """Every size with the runs that may pay; small head counts only small blocks of heads."""
-    found = []
-    for block_h, block_n, stages, warps, parted in SIZES[shape.layout]:
-        if (shape.heads < 64) != (block_h < 64) and not (shape.heads == 64 and shape.tokens <= 8):
-            continue
-        blocks = shape.tokens * -(-shape.heads // block_h)
-        fill = max(1, 132 // blocks)
-        runs = {1} if blocks >= 132 else {fill, max(1, fill // 2), min(2 * fill, 64)}
-        runs |= {16, 33} if fill > 32 else set()
-        tiles = -(-shape.width // block_n)
-        for splits in sorted({min(count, MAX_SPLITS, tiles) for count in runs}):
-            found.append(Launch(splits, block_h, block_n, stages, warps, parted))
-            if shape.heads >= 64 and block_h == 64:
-                few = min(splits, -(-shape.width // 64))
-                found.append(Launch(few, 64, 64, 1, 8, False, ordered=True))
-                found.append(Launch(few, 64, 64, 1, 8, False, roles=True))
+    """The table's choice, and what else may pay: other numbers of runs, small blocks for few tokens or heads."""
     chosen = choose_launch(shape.tokens, shape.heads, shape.width, layout_of(shape.layout, shape.rope), MAX_SPLITS)
-    if shape.tokens <= 8:
-        found.append(replace(chosen, pdl=False))
-    return list(dict.fromkeys([chosen, *found]))
+    found = [chosen]
+    if chosen.splits > 1:
+        found += [replace(chosen, splits=-(-chosen.splits // 2)), replace(chosen, pdl=False)]
+    if shape.tokens <= 8 or shape.heads < 32:
+        for block_h, block_n, stages, warps, parted in SMALL:
+            blocks = shape.tokens * -(-shape.heads // block_h)
+            runs = {max(1, 264 // blocks)}
+            for splits in sorted({min(count, MAX_SPLITS // 2, -(-shape.width // block_n)) for count in runs}):
+                found.append(Launch(splits, block_h, block_n, stages, warps, parted))
+    return list(dict.fromkeys(found))
 
 
 def check(job: tuple[str, int, Launch]) -> tuple[tuple[str, int, Launch], float, str]:
@@ -230,11 +201,11 @@ def main(path: Path) -> None:
         bar = "-" if shape.bar is None else f"{shape.bar:.0f}"
         default = next((us for us, one in timed if one == launches[0]), float("nan"))
         print(f"{shape.layout} p={shape.rope} T={shape.tokens} H={shape.heads} W={shape.width}:", end=" ")
-        print(f"floor {floor_us(shape):.1f}, bar {bar}, default {default:.1f} us")
+        print(f"floor {floor_us(shape):.1f}, bar {bar}, default {default:.1f} us", flush=True)
         for us, one in ranked[:3]:
             print(
                 f"    {us:8.1f} us  splits={one.splits} h={one.block_h} n={one.block_n} stages={one.stages} "
-                f"warps={one.warps} parted={one.parted} ordered={one.ordered} roles={one.roles} pdl={one.pdl}"
+                f"warps={one.warps} parted={one.parted} roles={one.roles} pdl={one.pdl}"
             )
     path.write_text(
         json.dumps(

@@ -58,15 +58,20 @@ def _latents(
 
 
 @triton.jit
-def _online_softmax(score, top, total):
-    """(new maximum, what earlier sums shrink by, new sums column by column, weights)."""
+def _online_softmax(score, top, total, hollow: tl.constexpr):
+    """(new maximum, what earlier sums shrink by, new sums column by column, weights); ``hollow``: a row of the first
+    tiles may see nothing."""
     higher = tl.maximum(top, tl.max(score, axis=1))
-    weight = tl.exp2(score - higher[:, None])
-    kept = tl.exp2(top - higher)
+    base = tl.where(higher == float("-inf"), 0.0, higher) if hollow else higher
+    weight = tl.exp2(score - base[:, None])
+    kept = tl.exp2(top - base)
     return higher, kept, total * kept[:, None] + weight, weight
 
 
-@triton.jit(do_not_specialize=["rows_stride", "heads", "head_blocks", "block_size", "splits"])
+@triton.jit(
+    do_not_specialize=["rows_stride", "heads", "head_blocks", "block_size", "splits", "chunk", "chunk_start"],
+    do_not_specialize_on_alignment=["rows", "lengths", "lse"],
+)
 def attend(
     q,
     values,
@@ -84,6 +89,8 @@ def attend(
     head_blocks,
     block_size,
     splits,
+    chunk,
+    chunk_start,
     latent: tl.constexpr,
     rope: tl.constexpr,
     row_elems: tl.constexpr,
@@ -96,10 +103,15 @@ def attend(
     stages: tl.constexpr,
     parted: tl.constexpr,
     paged: tl.constexpr,
+    causal: tl.constexpr,
     dtype: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """One run of one token's rows for ``block_h`` heads; grid (tokens * head_blocks, splits).
+
+    With ``causal`` the ``chunk`` tokens continue one sequence of ``chunk_start``, whose blocks ``rows`` names; each
+    sees the rows before it and its own. A program has ``block_h`` queries in the order of tokens and heads, those of
+    several tokens if heads are few; grid (chunk * heads / block_h, splits). ``lengths`` is not read then.
 
     Runs are multiples of ``block_n`` rows, cut from the token's own length, so that a token's result depends on no
     other token. A run that would begin behind the length leaves an lse of -inf and nothing else.
@@ -119,10 +131,22 @@ def attend(
     """
     place = tl.program_id(0)
     split = tl.program_id(1)
-    token = (place // head_blocks).to(tl.int64)
-    head = (place % head_blocks) * block_h + tl.arange(0, block_h)
-    known = head < heads
-    length = tl.load(lengths + token).to(tl.int32)
+    if causal:
+        # The longest first: what is left at the end shall be short.
+        place = tl.cdiv(chunk * heads, block_h) - 1 - place
+        flat = place * block_h + tl.arange(0, block_h)
+        known = flat < chunk * heads
+        token = (flat // heads).to(tl.int64)
+        head = flat % heads
+        limit = chunk_start + flat // heads + 1
+        length = chunk_start + (tl.minimum((place + 1) * block_h, chunk * heads) - 1) // heads + 1
+        own_rows = rows
+    else:
+        token = (place // head_blocks).to(tl.int64)
+        head = (place % head_blocks) * block_h + tl.arange(0, block_h)
+        known = head < heads
+        length = tl.load(lengths + token).to(tl.int32)
+        own_rows = rows + token * rows_stride
     run = tl.cdiv(tl.cdiv(length, block_n), splits) * block_n
     begin = split * run
     end = tl.minimum(begin + run, length)
@@ -144,7 +168,6 @@ def attend(
         top = tl.full((block_h,), float("-inf"), tl.float32)
         total = tl.zeros((block_h, block_n), dtype=tl.float32)
         result = tl.zeros((block_h, latent), dtype=tl.float32)
-        own_rows = rows + token * rows_stride
         for start in tl.range(begin, end, block_n, num_stages=stages):
             position = start + tl.arange(0, block_n)
             seen = position < end
@@ -156,16 +179,19 @@ def attend(
                 key_rope = tl.load(pointer, mask=seen[:, None], other=0.0).to(dtype)
                 # Scaled before they are added: as plain sum they would become chained products.
                 score += tl.dot(query_rope, tl.trans(key_rope), input_precision="ieee") * scale_log2
-            score = tl.where(seen[None, :], score, float("-inf"))
+            if causal:
+                score = tl.where(seen[None, :] & (position[None, :] < limit[:, None]), score, float("-inf"))
+            else:
+                score = tl.where(seen[None, :], score, float("-inf"))
             if parted:
                 if start < length:
-                    higher, kept, total, weight = _online_softmax(score, top, total)
+                    higher, kept, total, weight = _online_softmax(score, top, total, causal)
                     weight = weight.to(dtype)
                 else:
                     higher, kept = top, top
                     weight = tl.zeros((block_h, block_n), dtype=dtype)
             else:
-                higher, kept, total, weight = _online_softmax(score, top, total)
+                higher, kept, total, weight = _online_softmax(score, top, total, causal)
                 weight = weight.to(dtype)
             top = higher
             result = tl.dot(weight, key, acc=result * kept[:, None], input_precision="ieee")
@@ -174,6 +200,8 @@ def attend(
                 # the next step starts makes ptxas run that one's instructions one by one (its warning C7515).
                 result = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [result], tl.float32, True, 1)
         summed = tl.sum(total, axis=1)
+        if causal:
+            summed = tl.where(top == float("-inf"), 1.0, summed)
         result = result * (1.0 / summed)[:, None]
         tl.store(lse + out_place, (top + tl.log2(summed)) * _LN2, mask=known)
         tl.store(
@@ -183,7 +211,7 @@ def attend(
         gdc_launch_dependents()
 
 
-@triton.jit(do_not_specialize=["heads", "splits"])
+@triton.jit(do_not_specialize=["heads", "splits"], do_not_specialize_on_alignment=["lse"])
 def merge(
     parts,
     part_lse,
@@ -194,12 +222,14 @@ def merge(
     latent: tl.constexpr,
     block_s: tl.constexpr,
     block_r: tl.constexpr,
+    sparing: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """Merge the runs of one token and head, ``block_r`` elements of the latent; grid (tokens * H, latent / block_r).
 
     Args:
-        parts, part_lse: [T, splits, H, latent] and [T, splits, H] fp32; parts with an lse of -inf are not read.
+        parts, part_lse: [T, splits, H, latent] and [T, splits, H] fp32; parts with an lse of -inf are never used, and
+            not read if ``sparing``.
         out, lse: [T, H, latent] and [T, H]; 0 and -inf without any run.
         block_s: ``splits`` rounded up to a power of two.
     """
@@ -213,7 +243,13 @@ def merge(
     source = (token * splits + split) * heads + head
     one = tl.load(part_lse + source, mask=split < splits, other=float("-inf"))
     held = one != float("-inf")
-    part = tl.load(parts + source[:, None] * latent + column[None, :], mask=held[:, None], other=0.0)
+    pointer = parts + source[:, None] * latent + column[None, :]
+    if sparing:
+        part = tl.load(pointer, mask=held[:, None], other=0.0).to(tl.float32)
+    else:
+        # Not behind the log-sum-exps, since one load's latency is a part of what a merge of few runs takes.
+        part = tl.load(pointer, mask=(split < splits)[:, None], other=0.0).to(tl.float32)
+        part = tl.where(held[:, None], part, 0.0)
     top = tl.max(one, axis=0)
     empty = top == float("-inf")
     top = tl.where(empty, 0.0, top)

@@ -23,11 +23,10 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 
 _LOG2_E = 1.4426950408889634
 _PROGRAMS = 132
-"""Programs that run at once: one a multiprocessor of an H100 or H200."""
-_ORDERED = False
-"""Take ``triton_ordered`` where it can be taken. Off until a GPU has shown that it is right and faster."""
-_START, _MERGE, _MERGE_RUN = 128, 128, 0.4
-"""Costs in rows of one program: to start one (queries, first gathers), the merge's launch, and its traffic a run."""
+"""Programs that run at once: one a multiprocessor of an H100 or H200, two with blocks of 16 heads."""
+_START, _MERGE, _MERGE_RUN = 160, 128, 0.75
+"""Costs in rows of one program, 32 of which take a microsecond: to start one (queries, first gathers), the merge's
+launch, and its traffic a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +34,9 @@ class Launch:
     """Sizes of one launch, named as in ``triton_attend.attend``.
 
     Attributes:
-        ordered: take ``triton_ordered`` for blocks of 64 heads and tiles of 64 rows; ``stages``, ``warps`` and
-            ``parted`` have no meaning then.
         pdl: the merge starts while the last runs end.
+        roles: take ``triton_roles`` for blocks of 64 heads and tiles of 64 rows; ``stages``, ``warps`` and ``parted``
+            have no meaning then.
     """
 
     splits: int
@@ -46,21 +45,22 @@ class Launch:
     stages: int
     warps: int
     parted: bool
-    ordered: bool = False
     pdl: bool = True
+    roles: bool = False
 
 
 @lru_cache(maxsize=4096)
-def splits_for(blocks: int, tiles: int, block_n: int, limit: int) -> int:
+def splits_for(blocks: int, tiles: int, block_n: int, limit: int, *, programs: int = _PROGRAMS) -> int:
     """Runs a token: the cheapest number by whole waves of programs, from shapes alone (the padded row count).
 
     Args:
         blocks: programs without splitting, tokens times blocks of heads.
         tiles: of ``block_n`` rows, that a token may have at most.
+        programs: that run at once.
     """
 
     def cost(splits: int) -> float:
-        waves = -(-blocks * splits // _PROGRAMS)
+        waves = -(-blocks * splits // programs)
         runs = waves * (_START + -(-tiles // splits) * block_n)
         return runs + (_MERGE + blocks * splits * _MERGE_RUN if splits > 1 else 0)
 
@@ -69,22 +69,25 @@ def splits_for(blocks: int, tiles: int, block_n: int, limit: int) -> int:
 
 @lru_cache(maxsize=4096)
 def choose_launch(
-    tokens: int, heads: int, places: int, layout: KVRowLayout, limit: int, *, paged: bool = False
+    tokens: int, heads: int, places: int, layout: KVRowLayout, limit: int, *, paged: bool = False, in_line: bool = False
 ) -> Launch:
     """Sizes for ``tokens`` (padded) rows with up to ``places`` pool rows each, named by a block table if ``paged``; at
-    most ``limit`` runs a token."""
-    block_h = min(64, max(16, triton.next_power_of_2(heads)))
-    ordered = _ORDERED and block_h == 64 and ordered_supports(layout, paged=paged)
-    if block_h < 64:
+    most ``limit`` runs a token. ``in_line``: a block's queries may be those of several tokens of one sequence."""
+    across = tokens * heads if in_line else heads
+    block_h = min(64, max(16, triton.next_power_of_2(across)))
+    roles = roles_support(layout) and block_h > 16
+    if roles:
+        block_h, block_n, stages, warps, parted = 64, 64, 1, 8, False
+    elif block_h < 64:
         block_n, stages, warps, parted = 32, 5, 4 if block_h == 16 else 8, False
-    elif ordered:
-        block_n, stages, warps, parted = 64, 1, 8, False
     elif layout.tile:
         block_n, stages, warps, parted = (64, 3, 8, True) if not layout.rope_dim else (32, 5, 8, True)
     else:
         block_n, stages, warps, parted = 32, 7 if not layout.rope_dim else 5, 8, True
-    blocks, tiles = tokens * -(-heads // block_h), -(-places // block_n)
-    return Launch(splits_for(blocks, tiles, block_n, limit), block_h, block_n, stages, warps, parted, ordered)
+    blocks = -(-across // block_h) * (1 if in_line else tokens)
+    programs = 2 * _PROGRAMS if block_h == 16 else _PROGRAMS
+    splits = splits_for(blocks, -(-places // block_n), block_n, limit, programs=programs)
+    return Launch(splits, block_h, block_n, stages, warps, parted, roles=roles)
 
 
 def supported(q: torch.Tensor, pool: torch.Tensor, layout: KVRowLayout) -> bool:
@@ -99,11 +102,11 @@ def supported(q: torch.Tensor, pool: torch.Tensor, layout: KVRowLayout) -> bool:
     return q.is_cuda and q.dtype is torch.bfloat16 and layout.dtype in (torch.bfloat16, torch.uint8)
 
 
-def ordered_supports(layout: KVRowLayout, *, paged: bool) -> bool:
-    """Whether ``triton_ordered`` can run: it has thread layouts for these sizes alone, and ptxas 12.8, which comes with
-    Triton 3.6, crashes on plain rows without rope from a block table."""
-    sizes = layout.latent_dim == 512 and layout.rope_dim in (0, 64)
-    return not INTERPRETED and sizes and not (paged and not layout.tile and not layout.rope_dim)
+def roles_support(layout: KVRowLayout) -> bool:
+    """Whether ``triton_roles`` can run: on a Hopper GPU, with the sizes that it has thread layouts for."""
+    if INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return False
+    return layout.latent_dim == 512 and layout.rope_dim in (0, 64)
 
 
 def run(
@@ -116,12 +119,18 @@ def run(
     scale: float,
     layout: KVRowLayout,
     launch: Launch,
+    chunk_start: int | None = None,
+    into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend; the scratch of several runs, [T, splits, H, r] fp32, is made here.
+    """Attend; the scratch of several runs, [T, splits, H, r] of q's dtype, is made here. Rounding runs to bf16 before
+    they are merged adds to the error what rounding the result does, and spares half of the merge's traffic.
 
     Args:
         rows: [T, W] pool rows, or [T, B] blocks where ``block_size`` is not 0.
         lengths: [T] rows of each token, 0 for none.
+        chunk_start: the tokens are a chunk of one sequence from this position on, ``rows`` [1, B] its blocks; each
+            sees all rows up to its own, and ``lengths`` is not read.
+        into: dense tensors to take as result.
     Returns:
         out [T, H, r] of q's dtype and lse [T, H] fp32.
     """
@@ -130,17 +139,22 @@ def run(
     q = q if q.stride(2) == 1 else q.contiguous()
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     values, scales, ropes = _views(pool, layout)
-    out = torch.empty(tokens, heads, latent, dtype=q.dtype, device=q.device)
-    lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    out, lse = into or (
+        torch.empty(tokens, heads, latent, dtype=q.dtype, device=q.device),
+        torch.empty(tokens, heads, dtype=torch.float32, device=q.device),
+    )
+    assert out.is_contiguous()
+    assert lse.is_contiguous()
     parts, part_lse = out, lse
     if splits > 1:
-        parts = torch.empty(tokens, splits, heads, latent, dtype=torch.float32, device=q.device)
+        parts = torch.empty(tokens, splits, heads, latent, dtype=q.dtype, device=q.device)
         part_lse = torch.empty(tokens, splits, heads, dtype=torch.float32, device=q.device)
     pdl = launch.pdl and splits > 1 and not INTERPRETED
-    head_blocks = -(-heads // launch.block_h)
-    grid = (tokens * head_blocks, splits)
+    head_blocks, causal = -(-heads // launch.block_h), chunk_start is not None
+    grid = (-(-tokens * heads // launch.block_h) if causal else tokens * head_blocks, splits)
     arguments = (q, values, scales, ropes, rows, lengths.contiguous(), parts, part_lse)
     numbers = (q.stride(0), q.stride(1), rows.stride(0), scale * _LOG2_E, heads, head_blocks, block_size, splits)
+    chunk = (tokens, chunk_start or 0)
     kinds = {
         "latent": latent,
         "rope": rope,
@@ -152,17 +166,20 @@ def run(
         "paged": block_size > 0,
         "pdl": pdl,
     }
-    if launch.ordered:
-        assert ordered_supports(layout, paged=block_size > 0), f"no ordered kernel for {layout}, blocks of {block_size}"
-        assert (launch.block_h, launch.block_n) == (64, 64), f"the ordered kernel has blocks of 64 x 64: {launch}"
-        from sidestream.ops.sparse_mla.triton_ordered import WARPS, attend_ordered  # for Hopper alone
+    if launch.roles:
+        assert roles_support(layout), f"no kernel with roles for {layout}"
+        assert (launch.block_h, launch.block_n) == (64, 64), f"the kernel with roles has blocks of 64 x 64: {launch}"
+        from sidestream.ops.sparse_mla import triton_roles  # for Hopper alone
 
-        attend_ordered[grid](*arguments, *numbers, **kinds, num_warps=WARPS)
+        words = (q, pool.view(torch.int32) if layout.tile else pool, *arguments[2:])
+        triton_roles.attend_roles[grid](*words, *numbers, *chunk, **kinds, causal=causal, num_warps=triton_roles.WARPS)
     else:
         attend[grid](
             *arguments,
             *numbers,
+            *chunk,
             **kinds,
+            causal=causal,
             block_h=launch.block_h,
             block_n=launch.block_n,
             stages=launch.stages,
@@ -185,6 +202,7 @@ def run(
             latent=latent,
             block_s=block_s,
             block_r=block_r,
+            sparing=block_size > 0,
             pdl=pdl,
             num_warps=4,
             **together,

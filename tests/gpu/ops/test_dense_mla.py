@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from sidestream.ops.dense_mla import decode, dense_mla_decode
+from sidestream.core.segment import Segment
+from sidestream.ops.dense_mla import decode, dense_mla_decode, torch_impl, triton_mixed
 from sidestream.ops.dense_mla.triton_decode import dense_mla_decode as launched
 from sidestream.ops.kv_rows import KVRowLayout, kv_row_layout, pack_rows
 from sidestream.ops.sparse_mla.triton_launch import Launch
@@ -107,7 +108,7 @@ def test_in_a_graph() -> None:
 @pytest.mark.parametrize(("name", "p"), [("bf16", 64), ("fp8_ds_mla", 64), ("mxfp8", 0)])
 @pytest.mark.parametrize("splits", [1, 5])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=len)
-def test_the_ordered_kernel(name: str, p: int, splits: int, lengths: list[int]) -> None:
+def test_the_kernel_with_roles(name: str, p: int, splits: int, lengths: list[int]) -> None:
     step = Step(lengths, layout_of(name, p), 32, columns=130)
     want, want_lse = step.want()
     first: list[torch.Tensor] = []
@@ -120,7 +121,7 @@ def test_the_ordered_kernel(name: str, p: int, splits: int, lengths: list[int]) 
             block_size=BLOCK,
             scale=SCALE,
             layout=step.layout,
-            launch=Launch(splits, 64, 64, 1, 8, parted=False, ordered=True),
+            launch=Launch(splits, 64, 64, 1, 8, parted=False, roles=True),
         )
         first = first or [out, lse]
         assert torch.equal(out, first[0])
@@ -129,3 +130,47 @@ def test_the_ordered_kernel(name: str, p: int, splits: int, lengths: list[int]) 
     assert ((first[0].float() - want) / row).norm(dim=2).max() <= BF16_STEPS
     some = step.context_lens > 0
     assert not (first[1] - want_lse)[some].abs().gt(BF16_STEPS).any()
+
+
+MIXED = [
+    ([(0, 700)], 0),
+    ([(4000, 1), (63, 1), (0, 1), (900, 300), (0, 65)], 3),
+    ([(5000, 3), (64, 3), (8000, 17)], 2),
+]
+
+
+@pytest.mark.parametrize(("name", "p"), [("bf16", 64), ("bf16", 0), ("fp8_ds_mla", 64), ("mxfp8", 0)])
+@pytest.mark.parametrize("heads", [4, 32, 128])
+@pytest.mark.parametrize(("spans", "num_decode"), MIXED, ids=["whole", "mixed", "verified"])
+@pytest.mark.parametrize(
+    "launch",
+    [None, Launch(1, 64, 64, 1, 8, parted=False, roles=True), Launch(3, 64, 64, 1, 8, parted=False, roles=True)],
+    ids=["chosen", "one", "three"],
+)
+def test_mixed_steps(
+    name: str, p: int, heads: int, spans: list[tuple[int, int]], num_decode: int, launch: Launch | None
+) -> None:
+    """Chunks from the start and from the middle, decodes of one and of three tokens; the same bits every time."""
+    layout = layout_of(name, p)
+    step = Step([start + length for start, length in spans], layout, heads, columns=130)
+    segments, first = [], 0
+    for row, (start, length) in enumerate(spans):
+        segments.append(Segment(first, length, row, start))
+        first += length
+    q = torch.randn(first, heads, LATENT + p, device="cuda").bfloat16()
+    named = {
+        "block_table": step.block_table,
+        "segments": segments,
+        "num_decode": num_decode,
+        "block_size": BLOCK,
+        "scale": SCALE,
+        "layout": layout,
+    }
+    out, lse = triton_mixed.dense_mla(q, step.pool, **named, launch=launch)
+    again, again_lse = triton_mixed.dense_mla(q, step.pool, **named, launch=launch)
+    assert torch.equal(again, out)
+    assert torch.equal(again_lse, lse)
+    want, want_lse = torch_impl.dense_mla(q.float(), step.pool, **named)
+    row = want.norm(dim=2, keepdim=True)
+    assert ((out.float() - want) / row).norm(dim=2).max() <= BF16_STEPS
+    assert (lse - want_lse).abs().max() <= BF16_STEPS

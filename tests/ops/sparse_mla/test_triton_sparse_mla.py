@@ -126,5 +126,6 @@ def test_runs_follow_from_shapes() -> None:
     assert [splits_for(64, 64, 32, 32), splits_for(32, 64, 32, 32)] == [2, 4]
     assert 8 <= splits_for(1, 64, 32, 32) <= 32
     assert splits_for(1, 1, 32, 32) == 1
+    assert splits_for(64, 64, 32, 64, programs=264) == 4
     for heads, block_h in ((1, 16), (8, 16), (20, 32), (64, 64), (128, 64)):
         assert triton_launch.choose_launch(1, heads, 2048, layout_of("auto", 0, 512), 32).block_h == block_h

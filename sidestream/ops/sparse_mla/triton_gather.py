@@ -1,0 +1,219 @@
+"""The gathering role of ``triton_roles``: pool rows to shared memory, unpacked on the way (Gluon, Hopper only)."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Triton reads annotations as types of kernel arguments, so tensors and numbers stay without one.
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+
+_UNPACK = gl.constexpr(
+    """{
+    .reg .b16 a, b, c, d;
+    .reg .b32 x, y;
+    .reg .f32 e, f, g, h;
+    mov.b32 {a, b}, $2;
+    cvt.rn.f16x2.e4m3x2 x, a;
+    cvt.rn.f16x2.e4m3x2 y, b;
+    mov.b32 {a, b}, x;
+    mov.b32 {c, d}, y;
+    cvt.f32.f16 e, a;
+    cvt.f32.f16 f, b;
+    cvt.f32.f16 g, c;
+    cvt.f32.f16 h, d;
+    mul.f32 e, e, $3;
+    mul.f32 f, f, $3;
+    mul.f32 g, g, $3;
+    mul.f32 h, h, $3;
+    cvt.rn.bf16x2.f32 $0, f, e;
+    cvt.rn.bf16x2.f32 $1, h, g;
+    }"""
+)
+"""Four E4M3 values of one word, times one scale, as two pairs of bf16."""
+
+# Eight neighbouring lanes hold 64 columns of two rows: stores to swizzled shared memory meet no bank twice.
+_SHORT_TILES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 8, 0], [2, 0, 0]],
+        [[0, 0, 4], [0, 1, 0], [1, 0, 0], [0, 2, 0], [0, 4, 0]],
+        [[4, 0, 0], [8, 0, 0]],
+        [],
+        [16, 16, 8],
+    )
+)
+_LONG_TILES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 2, 0], [2, 0, 0]],
+        [[0, 0, 4], [0, 0, 8], [1, 0, 0], [0, 0, 16], [0, 1, 0]],
+        [[4, 0, 0], [8, 0, 0]],
+        [],
+        [16, 4, 32],
+    )
+)
+"""Words of 16 rows of 512 values by tiles of 32 and of 128."""
+
+
+@gluon.jit
+def _pool_rows(own_rows, position, end, block_size, paged: gl.constexpr):
+    """Pool rows int32 of places, 0 from ``end`` on: a pool has fewer than 2**31 rows, and registers are scarce."""
+    seen = position < end
+    if paged:
+        block = gl.load(own_rows + position // block_size, mask=seen, other=0).to(gl.int32)
+        return block * block_size + position % block_size
+    else:
+        return gl.load(own_rows + position, mask=seen, other=0).to(gl.int32)
+
+
+@gluon.jit
+def _copy_rows(target, pool, row, seen, column, elems: gl.constexpr):
+    """Start copying columns of pool rows to shared memory; rows not ``seen`` become zeros without being read."""
+    source = pool + row.to(gl.int64)[:, None] * elems + column[None, :]
+    async_copy.async_copy_global_to_shared(target, source, mask=seen[:, None])
+
+
+@gluon.jit
+def gather_plain(pool, memory, barriers, span, kinds):
+    """Copy tiles of bf16 rows; each of the 128 threads arrives at ``full`` when its own copies have."""
+    values, _, ropes, own_rows, block_size = pool
+    keys, rope_keys, _ = memory
+    full, empty = barriers
+    begin, end = span
+    latent, rope, row_elems, rope_elems, _, _, paged = kinds
+    by_row: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    by_short_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    place = gl.arange(0, 64, layout=gl.SliceLayout(1, by_row))
+    column = gl.arange(0, latent, layout=gl.SliceLayout(0, by_row))
+    row = _pool_rows(own_rows, begin + place, end, block_size, paged)
+    if rope > 0:
+        short_place = gl.arange(0, 64, layout=gl.SliceLayout(1, by_short_row))
+        rope_column = rope_elems - rope + gl.arange(0, rope, layout=gl.SliceLayout(0, by_short_row))
+        short_row = _pool_rows(own_rows, begin + short_place, end, block_size, paged)
+    for start in range(begin, end, 64):
+        done = (start - begin) // 64
+        buffer = done % 2
+        mbarrier.wait(empty.index(buffer), ((done // 2) & 1) ^ 1)
+        _copy_rows(keys.index(buffer), values, row, start + place < end, column, row_elems)
+        row = _pool_rows(own_rows, start + 64 + place, end, block_size, paged)
+        if rope > 0:
+            _copy_rows(rope_keys.index(buffer), ropes, short_row, start + short_place < end, rope_column, rope_elems)
+            short_row = _pool_rows(own_rows, start + 64 + short_place, end, block_size, paged)
+        async_copy.mbarrier_arrive(full.index(buffer), increment_count=False)
+
+
+@gluon.jit
+def _load_rows(words, scales, row, seen, columns, sizes, by_word: gl.constexpr):
+    """16 rows: words int32 [16, tiles, words a tile] of E4M3 values and scales [16, tiles]; zeros where not seen."""
+    word_column, scale_column = columns
+    row_words, scale_elems = sizes
+    at = row.to(gl.int64)
+    scale = gl.load(scales + at[:, None] * scale_elems + scale_column[None, :], mask=seen[:, None], other=0)
+    far = gl.convert_layout(at[:, None], gl.SliceLayout(2, by_word), assert_trivial=True)[:, :, None] * row_words
+    mask = gl.convert_layout(seen[:, None], gl.SliceLayout(2, by_word), assert_trivial=True)[:, :, None]
+    return gl.load(words + far + word_column, mask=mask, other=0), scale
+
+
+@gluon.jit
+def _unpack(raw, scale, mx: gl.constexpr):
+    """int32 [16, 256], pairs of bf16, of words of four E4M3 values and their scales (bytes or fp32)."""
+    if mx:
+        bits = scale.to(gl.int32)
+        scale = gl.where(bits == 255, 0x7FC00000, bits << 23).to(gl.float32, bitcast=True)
+    wide, _ = gl.broadcast(scale[:, :, None], raw)
+    kinds: gl.constexpr = (gl.int32, gl.int32)
+    low, high = gl.inline_asm_elementwise(_UNPACK, "=r,=r,r,r", [raw, wide], kinds, is_pure=True, pack=1)
+    return gl.reshape(gl.join(low, high), [16, 256])
+
+
+@gluon.jit
+def gather_quantised(pool, memory, barriers, span, kinds):
+    """Unpack tiles of E4M3 rows to bf16. A whole tile is on its way in registers while the one before is unpacked; the
+    barriers between quarters keep the compiler from having more there."""
+    words, scales, ropes, own_rows, block_size = pool
+    keys, rope_keys, near = memory
+    full, empty = barriers
+    begin, end = span
+    latent, rope, row_elems, rope_elems, tile, mx, paged = kinds
+    by_word: gl.constexpr = _SHORT_TILES if tile == 32 else _LONG_TILES
+    pairs: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    by_short_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    by_scale: gl.constexpr = gl.SliceLayout(2, by_word)
+    by_place: gl.constexpr = gl.SliceLayout(1, by_scale)
+    by_tile: gl.constexpr = gl.SliceLayout(0, by_word)
+    count: gl.constexpr = latent // tile
+    scale_elems: gl.constexpr = row_elems if mx else row_elems // 4
+    sizes: gl.constexpr = (row_elems // 4, scale_elems)
+    place = gl.arange(0, 16, layout=by_place)
+    scale_first: gl.constexpr = latent if mx else latent // 4
+    scale_column = scale_first + gl.arange(0, count, layout=gl.SliceLayout(0, by_scale))
+    tile_of = gl.arange(0, count, layout=gl.SliceLayout(1, by_tile)) * (tile // 4)
+    word_of = gl.arange(0, tile // 4, layout=gl.SliceLayout(0, by_tile))
+    columns = ((tile_of[:, None] + word_of[None, :])[None, :, :], scale_column)
+    # Row numbers pass through shared memory, since the values take the registers.
+    line = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    near.index(0).store(_pool_rows(own_rows, begin + line, end, block_size, paged))
+    near.index(1).store(_pool_rows(own_rows, begin + 64 + line, end, block_size, paged))
+    row = _pool_rows(own_rows, begin + 128 + line, end, block_size, paged)
+    if rope > 0:
+        short_place = gl.arange(0, 64, layout=gl.SliceLayout(1, by_short_row))
+        rope_column = rope_elems - rope + gl.arange(0, rope, layout=gl.SliceLayout(0, by_short_row))
+    gl.thread_barrier()
+    at = begin + place
+    here = near.index(0)
+    raw_a, scale_a = _load_rows(words, scales, here.slice(0, 16).load(by_place), at < end, columns, sizes, by_word)
+    raw_b, scale_b = _load_rows(
+        words, scales, here.slice(16, 16).load(by_place), at + 16 < end, columns, sizes, by_word
+    )
+    raw_c, scale_c = _load_rows(
+        words, scales, here.slice(32, 16).load(by_place), at + 32 < end, columns, sizes, by_word
+    )
+    raw_d, scale_d = _load_rows(
+        words, scales, here.slice(48, 16).load(by_place), at + 48 < end, columns, sizes, by_word
+    )
+    for start in range(begin, end, 64):
+        done = (start - begin) // 64
+        buffer = done % 2
+        mbarrier.wait(empty.index(buffer), ((done // 2) & 1) ^ 1)
+        key = keys.index(buffer)._reinterpret(gl.int32, [64, latent // 2], pairs)
+        if rope > 0:
+            short_row = near.index(buffer).load(gl.SliceLayout(1, by_short_row))
+            _copy_rows(rope_keys.index(buffer), ropes, short_row, start + short_place < end, rope_column, rope_elems)
+            async_copy.commit_group()
+        at += 64
+        here = near.index(1 - buffer)
+        key.slice(0, 16).store(_unpack(raw_a, scale_a, mx))
+        gl.thread_barrier()
+        near.index(buffer).store(row)
+        row = _pool_rows(own_rows, start + 192 + line, end, block_size, paged)
+        raw_a, scale_a = _load_rows(words, scales, here.slice(0, 16).load(by_place), at < end, columns, sizes, by_word)
+        key.slice(16, 16).store(_unpack(raw_b, scale_b, mx))
+        gl.thread_barrier()
+        raw_b, scale_b = _load_rows(
+            words, scales, here.slice(16, 16).load(by_place), at + 16 < end, columns, sizes, by_word
+        )
+        key.slice(32, 16).store(_unpack(raw_c, scale_c, mx))
+        gl.thread_barrier()
+        raw_c, scale_c = _load_rows(
+            words, scales, here.slice(32, 16).load(by_place), at + 32 < end, columns, sizes, by_word
+        )
+        key.slice(48, 16).store(_unpack(raw_d, scale_d, mx))
+        gl.thread_barrier()
+        raw_d, scale_d = _load_rows(
+            words, scales, here.slice(48, 16).load(by_place), at + 48 < end, columns, sizes, by_word
+        )
+        if rope > 0:
+            async_copy.wait_group(0)
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(full.index(buffer), count=1)
+
+
+@gluon.jit
+def gather(pool, memory, barriers, span, kinds):
+    """Fill the buffers ``keys`` (and ``rope_keys``) in turn with tiles of 64 rows of ``span``, zeros behind its end."""
+    tile: gl.constexpr = kinds[4]
+    if tile > 0:
+        gather_quantised(pool, memory, barriers, span, kinds)
+    else:
+        gather_plain(pool, memory, barriers, span, kinds)
