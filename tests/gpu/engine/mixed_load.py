@@ -8,6 +8,7 @@ In a process of its own, since the driver's figure is of the whole device:
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
 import tempfile
@@ -72,12 +73,13 @@ def serve(built: BuiltEngine, seconds: float, *, seed: int = 0) -> dict[str, int
         core.add(request(str(count), draw, vocab, prompt=prompt, tokens=tokens))
 
     longest = min(built.max_model_len - 100, 60_000)
+    octaves = math.log2(min(longest, 11_000))
     add(longest, 20)
     while time.perf_counter() < until or core.has_work():
         busy = time.perf_counter() < until
-        wanted = MAX_NUM_SEQS if steps // 150 % 2 else 3
+        wanted = built.config.max_num_seqs if steps // 150 % 2 else 3
         if busy and len(open_requests) < wanted and draw.random() < 0.5:
-            add(int(2 ** draw.uniform(0, 13.5)), draw.randrange(1, 60))
+            add(int(2 ** draw.uniform(0, octaves)), draw.randrange(1, 60))
         if busy and open_requests and draw.random() < 0.01:
             name = draw.choice(sorted(open_requests))
             core.abort(name)
