@@ -33,6 +33,22 @@ class TopKResolver(Protocol):
         ...
 
 
+class RowFetcher(Protocol):
+    """Brings rows to the device that a layer's pool lacks, for resolvers that select such rows."""
+
+    @property
+    def needs_one_stream(self) -> bool:
+        """Whether this step's work must stay on the compute stream."""
+        ...
+
+    def fetch(
+        self, layer: int, logical: torch.Tensor, inputs: StepInputs, *, physical: torch.Tensor, counts: torch.Tensor
+    ) -> None:
+        """Make the step's ``physical`` rows of one layer readable; called once a step and layer, behind ``resolve`` and
+        in the order in which the layers attend, on the stream that resolved."""
+        ...
+
+
 class BlockTableResolver:
     """Every KV row is on the device: a position's row follows from the block table."""
 
@@ -41,7 +57,7 @@ class BlockTableResolver:
     ) -> None:
         logical_to_physical(
             logical,
-            inputs.block_table,
+            inputs.kv_table,
             token_rows=inputs.token_rows[: logical.shape[0]],
             block_size=inputs.block_size,
             out=physical,
@@ -66,6 +82,9 @@ class SparseMLAIndexGroup:
         resolver: may be exchanged between steps, not under a full graph, which holds what it was captured with.
         logical_topk_ready: published by the leader's indexer, awaited by the conversion.
         physical_topk_ready: published by the conversion, awaited by the first layer that attends.
+        fetcher: brings rows for each layer; None, unless ``fetch_with`` was called.
+        rows_ready: with a fetcher, by layer: published when the layer's rows are there, awaited by its attention. They
+            stand in for ``physical_topk_ready``.
     """
 
     def __init__(
@@ -96,10 +115,23 @@ class SparseMLAIndexGroup:
         self._side = side
         self._width = width
         self.resolver = resolver
+        self.fetcher: RowFetcher | None = None
+        self.rows_ready: dict[int, Handoff] = {}
         self._decode_buffers = self._buffers(decode_rows)
         self._step = self._first(0)
         self._rows = 0
         self._resolved = False
+
+    def fetch_with(self, fetcher: RowFetcher) -> None:
+        """From now on every layer's rows are fetched before it attends; before the first step."""
+        self.fetcher = fetcher
+        for layer in self.layers:
+            self.rows_ready[layer] = Handoff(
+                self._streams,
+                f"KV rows of layer {layer}",
+                producer=f"copies for layer {layer}",
+                consumers=(f"attention of layer {layer}",),
+            )
 
     def _buffers(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         shape, device = (rows, self._width), self._streams.backend.device
@@ -137,10 +169,15 @@ class SparseMLAIndexGroup:
         """The leader has issued everything that fills ``logical_topk_indices``, on the current stream."""
         self.logical_topk_ready.publish()
 
-    def convert_logical_to_physical_topk(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def convert_logical_to_physical_topk(
+        self, inputs: StepInputs, layer: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Physical rows [rows, W] int64 and counts [rows] int32, for use on the current stream.
 
         The first caller of a step has them resolved; those behind it, on the same stream, find the work done.
+
+        Args:
+            layer: that attends; may be left out where nothing is fetched.
 
         Raises:
             HandoffError: the leader has not published in this step.
@@ -154,10 +191,29 @@ class SparseMLAIndexGroup:
                 with self._streams.backend.use(self._side):
                     self.logical_topk_ready.wait()
                     self.resolver.resolve(logical, inputs, physical=physical, counts=counts)
-                    self.physical_topk_ready.publish()
-                self.physical_topk_ready.wait()
+                    if self.fetcher is None:
+                        self.physical_topk_ready.publish()
+                    else:
+                        self._fetch_ahead(inputs, logical, physical, counts)
+                if self.fetcher is None:
+                    self.physical_topk_ready.wait()
             self._resolved = True
+        if self.fetcher is not None:
+            assert layer is not None, "rows are fetched for a layer"
+            if self.inline:
+                self.fetcher.fetch(layer, logical, inputs, physical=physical, counts=counts)
+            else:
+                self.rows_ready[layer].wait()
         return physical, counts
+
+    def _fetch_ahead(
+        self, inputs: StepInputs, logical: torch.Tensor, physical: torch.Tensor, counts: torch.Tensor
+    ) -> None:
+        """The leader's rows first; its followers' while it attends."""
+        assert self.fetcher is not None
+        for layer, ready in self.rows_ready.items():
+            self.fetcher.fetch(layer, logical, inputs, physical=physical, counts=counts)
+            ready.publish()
 
 
 class SparseMLAIndexGroupBuilder:

@@ -56,13 +56,13 @@ class PagedLatentAttention:
         rope_key = None if rope_key is None else true_rows(rope_key, rows)
         write_rows(pool, inputs.slot_mapping[:rows], latent, rope=rope_key, layout=self._layout)
         group = self._group_of.get(layer)
-        out = self._dense(query, pool, inputs) if group is None else self._sparse(group, query, pool, inputs)
+        out = self._dense(query, pool, inputs) if group is None else self._sparse(group, layer, query, pool, inputs)
         return pad_rows(out, given)
 
     def _sparse(
-        self, group: SparseMLAIndexGroup, query: torch.Tensor, pool: torch.Tensor, inputs: StepInputs
+        self, group: SparseMLAIndexGroup, layer: int, query: torch.Tensor, pool: torch.Tensor, inputs: StepInputs
     ) -> torch.Tensor:
-        rows, counts = group.convert_logical_to_physical_topk(inputs)
+        rows, counts = group.convert_logical_to_physical_topk(inputs, layer)
         out, _ = sparse_mla(query, pool, rows, counts=counts, scale=self._scale, layout=self._layout, with_lse=False)
         return out
 

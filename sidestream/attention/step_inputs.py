@@ -76,7 +76,7 @@ class StepInputsBuilder:
             sizes += [max_seqs * (window - 1), max_tokens * window, max_tokens, max_tokens]
         sizes += [max_tokens, max_tokens]
         if self.kv_places is not None:
-            sizes += [(max_seqs + 1) * max(self.max_blocks, 1), max_tokens]
+            sizes += [(max_seqs + 1) * max(self.max_blocks, 1), max_tokens, max_tokens]
         return PackedUpload.elements([size + 1 for size in sizes])
 
     def build(
@@ -127,6 +127,7 @@ class StepInputsBuilder:
             ids,
             positions,
             token_rows,
+            blocks * self.block_size + place,
             self._in_pool(blocks) * self.block_size + place,
             block_table,
             None,
@@ -179,6 +180,7 @@ class StepInputsBuilder:
             ids,
             positions,
             token_rows,
+            blocks * self.block_size + place,
             self._in_pool(blocks) * self.block_size + place,
             block_table,
             context_lens,
@@ -270,7 +272,7 @@ class StepInputsBuilder:
         arrays += [layout.block_table, slots, starts]
         arrays += [tensor.numpy() for plan in plans.values() for tensor in plan.tensors]
         arrays += [ends, entries] if self.kpool > 1 else []
-        hosted = [self._in_pool(layout.block_table), layout.seats] if layout.seats is not None else []
+        hosted = [] if layout.seats is None else [self._in_pool(layout.block_table), layout.seats, layout.key_mapping]
         arrays += [*hosted, *(extra for extra in (layout.context_lens, layout.sources) if extra is not None)]
         placed = iter(self.place(arrays))
         ids, positions, token_rows, slot_mapping, table, slots_dev, starts_dev = (next(placed) for _ in range(7))
@@ -278,7 +280,7 @@ class StepInputsBuilder:
             window: plan.moved([next(placed) for _ in plan.tensors]) for window, plan in plans.items()
         }
         pools = PoolPlan(rings[self.kpool], next(placed), next(placed)) if self.kpool > 1 else None
-        kv_table, seats = (next(placed), next(placed)) if hosted else (table, None)
+        kv_table, seats, key_mapping = (next(placed) for _ in range(3)) if hosted else (table, None, slot_mapping)
         return StepInputs(
             num_tokens=num_tokens,
             num_padded_tokens=padded,
@@ -289,6 +291,7 @@ class StepInputsBuilder:
             positions=positions,
             token_rows=token_rows,
             slot_mapping=slot_mapping,
+            key_mapping=key_mapping,
             block_table=table,
             kv_table=kv_table,
             seats=seats,
@@ -312,6 +315,7 @@ class _Layout:
     token_ids: Array
     positions: Array
     token_rows: Array
+    key_mapping: Array
     slot_mapping: Array
     block_table: Array
     context_lens: Array | None

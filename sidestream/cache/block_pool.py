@@ -86,22 +86,26 @@ class BlockPool:
                 if block not in self._hash_of:
                     self._free.move_to_end(block, last=False)
 
-    def publish(self, block: int, content: bytes) -> None:
+    def publish(self, block: int, content: bytes) -> int:
         """Let ``lookup`` find an owned, full block by its content.
 
         Of two blocks of equal content the first stays while it has owners; a free one gives its place to the newer,
         which will be kept longer.
+
+        Returns:
+            The block that holds the content from now on.
         """
         assert self._references[block] > 0, f"block {block} is published, but nobody owns it"
         assert block not in self._hash_of, f"block {block} is published twice"
         before = self._block_of.get(content)
         if before is not None:
             if self._references[before]:
-                return
+                return before
             del self._hash_of[before]
             self._free.move_to_end(before, last=False)
         self._block_of[content] = block
         self._hash_of[block] = content
+        return block
 
     def lookup(self, content: bytes) -> int | None:
         """The block published under a hash, owned or free; ``share`` it before anything else is allocated."""

@@ -81,12 +81,22 @@ class CacheGroups:
         return sum(group.bytes_per_block for group in self.blocks)
 
     @property
+    def kv(self) -> CacheGroup:
+        """The group of KV rows; there must be one."""
+        return next(group for group in self.blocks if group.kind is CacheKind.KV)
+
+    @property
     def bytes_per_slot(self) -> int:
         return sum(group.bytes_per_slot for group in self.slots)
 
-    def bytes_by_kind(self, num_blocks: int, num_slots: int) -> dict[str, int]:
-        """Bytes of pools of that many blocks and slots, by kind."""
-        sizes = {f"{group.kind} cache": num_blocks * group.bytes_per_block for group in self.blocks}
+    def bytes_by_kind(self, num_blocks: int, num_slots: int, *, kv_places: int | None = None) -> dict[str, int]:
+        """Bytes of pools of that many blocks and slots, by kind; ``kv_places``: blocks whose KV rows are on the device,
+        None for all."""
+        places = num_blocks if kv_places is None else kv_places
+        sizes = {
+            f"{group.kind} cache": (places if group.kind is CacheKind.KV else num_blocks) * group.bytes_per_block
+            for group in self.blocks
+        }
         return sizes | {f"{group.kind} cache": num_slots * group.bytes_per_slot for group in self.slots}
 
     def bytes_total(self, num_blocks: int, num_slots: int) -> int:

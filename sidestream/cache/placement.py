@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,7 @@ class BlockPlacement:
         table: [num_blocks] int64: the place on the device, or -1 - the place in the host pool; scratch for blocks that
             hold nothing.
         num_spilled: blocks copied to the host so far.
+        is_dead: as given; may be set later.
     Raises:
         CapacityError: there would be no place beside scratch.
     """
@@ -71,7 +73,7 @@ class BlockPlacement:
         self.num_blocks = num_device + num_host
         self.table: npt.NDArray[np.int64] = np.full(self.num_blocks, SCRATCH_BLOCK, dtype=np.int64)
         self.num_spilled = 0
-        self._is_dead = is_dead
+        self.is_dead = is_dead
         self._free_device: list[int] = []
         self._free_host: list[int] = []
         self._placed: set[int] = set()
@@ -113,7 +115,7 @@ class BlockPlacement:
                 self._placed.add(block)
         for chunk in chunks:
             self._use(self._filled(chunk))
-        return Moves(tuple(now), tuple(self._spill_ahead(busy)))
+        return Moves(tuple(now), tuple(self._spill(self.watermark, busy)))
 
     def reset(self) -> None:
         """Forget every block: after a step that failed nobody knows which copies were made."""
@@ -180,44 +182,40 @@ class BlockPlacement:
         self._leaving.clear()
 
     def _make_room(self, needed: int, busy: set[int]) -> list[Spill]:
-        if needed > len(self._free_device):
-            self._drop_dead(needed, busy)
-        missing = needed - len(self._free_device)
-        if missing <= 0:
-            return []
-        leaving = [block for block in self._full if block not in busy][:missing]
-        if len(leaving) < missing or missing > len(self._free_host):
+        spills = self._spill(needed, busy)
+        if needed > len(self._free_device) + len(spills):  # what lies about in blocks that are not full
+            for block in [block for block in self._placed if block not in busy and self.is_dead(block)]:
+                self._drop(block)
+        if needed > len(self._free_device) + len(spills):
             raise CapacityError(
-                f"a step writes to {needed} new KV blocks, of which the device has room for "
-                f"{len(self._free_device) + len(leaving)} and the host pool for {len(self._free_host)} more; lower "
-                "max_num_batched_tokens or max_num_seqs, or raise num_blocks, memory_limit or host_memory"
+                f"a step writes to {needed} new KV blocks; the device has room for "
+                f"{len(self._free_device) + len(spills)}, with {len(self._free_host)} places left in the host pool; "
+                "lower max_num_batched_tokens or max_num_seqs, or raise num_blocks, memory_limit or "
+                "hisparse_host_memory"
             )
-        spills = [self._spill(block) for block in leaving]
         self._settle()
         return spills
 
-    def _spill_ahead(self, busy: set[int]) -> list[Spill]:
-        missing = self.watermark - len(self._free_device)
-        if missing > 0:
-            self._drop_dead(self.watermark, busy)
-            missing = self.watermark - len(self._free_device)
-        missing = min(missing, len(self._free_host))
-        leaving = [] if missing <= 0 else [block for block in self._full if block not in busy][:missing]
-        return [self._spill(block) for block in leaving]
+    def _spill(self, wanted: int, busy: set[int]) -> list[Spill]:
+        """Let the least recently used full blocks leave until ``wanted`` places are free or will be; blocks that hold
+        nothing of use go without a copy."""
+        spills: list[Spill] = []
+        for block in list(islice(self._full, max(wanted - len(self._free_device), 0) + len(busy))):
+            if len(self._free_device) + len(spills) >= wanted:
+                break
+            if block in busy:
+                continue
+            if self.is_dead(block):
+                self._drop(block)
+            elif self._free_host:
+                spills.append(Spill(device=int(self.table[block]), host=self._free_host.pop()))
+                self._leaving[block] = spills[-1]
+        self.num_spilled += len(spills)
+        return spills
 
-    def _spill(self, block: int) -> Spill:
-        spill = Spill(device=int(self.table[block]), host=self._free_host.pop())
-        self._leaving[block] = spill
-        self.num_spilled += 1
-        return spill
-
-    def _drop_dead(self, wanted: int, busy: set[int]) -> None:
-        """Take places from blocks that hold nothing of use, until ``wanted`` are free."""
-        for block in [block for block in self._placed if block not in busy and self._is_dead(block)]:
-            if len(self._free_device) >= wanted:
-                return
-            self._forget_content(block)
-            if block in self._placed:
-                self._free_device.append(int(self.table[block]))
-                self._placed.discard(block)
-                self.table[block] = SCRATCH_BLOCK
+    def _drop(self, block: int) -> None:
+        self._forget_content(block)
+        if block in self._placed:
+            self._free_device.append(int(self.table[block]))
+            self._placed.discard(block)
+            self.table[block] = SCRATCH_BLOCK

@@ -8,6 +8,7 @@ from fractions import Fraction
 import torch
 
 from sidestream.cache.groups import CacheGroup, CacheGroups, CacheKind, Placement, StateGroup
+from sidestream.cache.hosted_rows import HostedRows
 from sidestream.core.batch import SCRATCH_BLOCK, SCRATCH_SLOT, SlotCopy
 from sidestream.core.layer_cache import LayerCache
 from sidestream.ops.slot_copy import copy_slots
@@ -20,6 +21,10 @@ SNAPSHOTS = "snapshots of state"
 class CachePools:
     """Allocates the groups' memory once; whoever runs a step reads and writes it in place.
 
+    Args:
+        num_blocks: that sequences can own, scratch included.
+        hosted: memory of KV rows if blocks may leave the device: fewer places than there are blocks.
+
     Slots ``num_slots`` and more are those of snapshots: they hold what a slot held at a block boundary, and only
     ``copy_slots`` touches them.
 
@@ -27,7 +32,8 @@ class CachePools:
     it was written, and tests make sure by ``poison``.
 
     Attributes:
-        kv: layer -> [num_blocks * block_size, row_elems], row = block * block_size + offset.
+        kv: layer -> [num_blocks * block_size, row_elems], row = block * block_size + offset. With ``hosted`` the
+            layer's view of the arena, and ``block`` is a place.
         index_keys: layer -> [num_blocks, block_size // kpool, D].
         index_tail: layer -> [slots * ring, 2 * D], row = slot * ring + position % ring.
         conv: layer -> [slots * ring, 3 * H * D].
@@ -42,6 +48,7 @@ class CachePools:
         *,
         device: torch.device | str,
         num_snapshots: int = 0,
+        hosted: HostedRows | None = None,
     ) -> None:
         self.groups = groups
         self.num_blocks = num_blocks
@@ -49,9 +56,11 @@ class CachePools:
         self.num_snapshots = num_snapshots
         self.device = torch.device(device)
         memory: dict[CacheKind, dict[int, torch.Tensor]] = {kind: {} for kind in CacheKind}
+        self.hosted = hosted
         for group in groups.blocks:
             for layer in group.layers:
-                memory[group.kind][layer] = self._blocks(group)
+                own = group.kind is CacheKind.KV and hosted is not None
+                memory[group.kind][layer] = self._hosted(layer) if own else self._blocks(group)
         self._states = [self._slots(state) for state in groups.slots]
         for state, pool in zip(groups.slots, self._states, strict=True):
             for layer, own in zip(state.layers, pool, strict=True):
@@ -74,8 +83,9 @@ class CachePools:
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor of every layer and kind."""
-        kinds = (self.kv, self.index_keys, self.index_tail, self.conv, self.recurrent)
-        return [tensor for kind in kinds for tensor in kind.values()]
+        kinds = (self.index_keys, self.index_tail, self.conv, self.recurrent)
+        rows = [self.hosted.arena.memory] if self.hosted is not None else list(self.kv.values())
+        return rows + [tensor for kind in kinds for tensor in kind.values()]
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes of the tensors, by kind, as ``CacheGroups.bytes_by_kind`` foresees them."""
@@ -85,6 +95,8 @@ class CachePools:
             for kind, tensors in kinds.items()
             if tensors
         }
+        if self.hosted is not None:
+            sizes |= self.hosted.bytes_by_kind()
         if not self.num_snapshots:
             return sizes
         share = Fraction(self.num_slots, self.num_slots + self.num_snapshots)
@@ -113,6 +125,12 @@ class CachePools:
         pool = self._empty((self.num_blocks, group.rows_per_block, group.row_elems), group.dtype, group.placement)
         pool[SCRATCH_BLOCK].zero_()
         return pool.view(-1, group.row_elems) if group.kind is CacheKind.KV else pool
+
+    def _hosted(self, layer: int) -> torch.Tensor:
+        assert self.hosted is not None
+        rows = self.hosted.arena.layer(layer)
+        rows[SCRATCH_BLOCK * self.groups.block_size :][: self.groups.block_size].zero_()
+        return rows
 
     def _slots(self, group: StateGroup) -> torch.Tensor:
         """[layers, slots, ...]: one piece, so that one copy moves a slot of all layers."""

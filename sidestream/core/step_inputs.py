@@ -40,6 +40,8 @@ class StepInputs:
     Attributes:
         capturable: laid out for a device that captures graphs, so nothing may depend on the mode that the step runs in.
         token_ids, positions, token_rows, slot_mapping: [Tp] int64; ``slot_mapping`` is the KV row to write.
+        key_mapping: [Tp] int64, the same by blocks instead of places, for index keys at token granularity; those never
+            leave the device.
         sources: [Tp] int64 rows of the last step's sampled tokens that stand in for token ids the host does not know
             yet, or -1; None where it knows all.
         block_table: [R + 1, B] int64; [Tp, B] in a uniform step.
@@ -65,6 +67,7 @@ class StepInputs:
     positions: torch.Tensor
     token_rows: torch.Tensor
     slot_mapping: torch.Tensor
+    key_mapping: torch.Tensor
     block_table: torch.Tensor
     kv_table: torch.Tensor
     seats: torch.Tensor | None
@@ -105,7 +108,7 @@ class StepInputs:
         for name in ("token_rows", "slot_mapping", "block_table", "context_lens", "slots", "starts"):
             tensors[name] = getattr(self, name)
         if self.seats is not None:
-            tensors |= {"kv_table": self.kv_table, "seats": self.seats}
+            tensors |= {"kv_table": self.kv_table, "seats": self.seats, "key_mapping": self.key_mapping}
         rings = {"conv": self.conv, "pools": self.pools.ring if self.pools is not None else None}
         for name, ring in rings.items():
             if ring is not None:

@@ -14,6 +14,8 @@ from sidestream.attention.index_group import BlockTableResolver, SparseMLAIndexG
 from sidestream.attention.latent import PagedLatentAttention
 from sidestream.attention.step_inputs import ROW_BUCKET, StepInputsBuilder
 from sidestream.cache.groups import CacheGroups, plan_cache_groups
+from sidestream.cache.hisparse import HiSparseRuntime
+from sidestream.cache.hosted_rows import HostedRows
 from sidestream.cache.pools import SNAPSHOTS, CachePools
 from sidestream.config.engine import EngineConfig
 from sidestream.config.model import AttentionKind, IndexerKind, ModelConfig
@@ -22,6 +24,7 @@ from sidestream.core.protocols import LayerObserver
 from sidestream.engine.compile_steps import compile_steps
 from sidestream.engine.device_memory import DeviceMemory
 from sidestream.engine.held_bytes import bytes_of
+from sidestream.engine.hosting import hosted_sizes, open_hisparse, require_working_room
 from sidestream.engine.largest_steps import largest_steps
 from sidestream.engine.ledger import CONTEXT, WEIGHTS, Ledger, in_use
 from sidestream.engine.load import Zeros, construct, load_model, weight_bytes
@@ -45,7 +48,7 @@ class BuiltEngine:
 
     Attributes:
         ledger: as of start.
-        num_blocks, num_slots: of the pools, scratch included.
+        num_blocks, num_slots: of the pools, scratch included; with a host pool more blocks than the device has places.
         num_snapshots: slots behind them that hold copies of state for the prefix cache.
         max_model_len: longest sequence, by the model, the user and the pools.
         startup: phase -> seconds, in order; the first begins with the process.
@@ -108,20 +111,30 @@ def build_engine(
     _kernels(config)
     clock.end("config")
     memory = _device_memory(backend)
+    hosted = hosted_sizes(config, groups)
     foreseen = {} if memory is None else _foresee(config, groups, backend, memory, weights=weights)
+    if hosted is not None:
+        foreseen = {**foreseen, **hosted.bytes_by_kind(groups)}
     num_snapshots = count_snapshots(config, groups, weights=weights, beside=sum(foreseen.values()))
     if num_snapshots:
         foreseen = {**foreseen, SNAPSHOTS: num_snapshots * groups.bytes_per_slot}
-    num_blocks, num_slots, max_model_len = size_pools(config, groups, weights=weights, beside=foreseen)
+    host_blocks = hosted.host_blocks if hosted is not None else 0
+    places, num_slots, max_model_len = size_pools(
+        config, groups, weights=weights, beside=foreseen, host_blocks=host_blocks
+    )
+    num_blocks = places + host_blocks
+    if hosted is not None:
+        require_working_room(config, places, max_model_len=max_model_len)
     clock.end("memory probe")
     model, report = load_model(folder, config, device=backend.device, dtype=dtype)
     assert bytes_of(model) == weights, f"the weights take {bytes_of(model)} bytes, {weights} were foreseen"
     clock.end("weights")
-    pools = CachePools(groups, num_blocks, num_slots, device=backend.device, num_snapshots=num_snapshots)
+    rows = None if hosted is None else HostedRows(groups, hosted, places, device=backend.device)
+    pools = CachePools(groups, num_blocks, num_slots, device=backend.device, num_snapshots=num_snapshots, hosted=rows)
     runner = start_runner(
         model, config, pools, backend=backend, max_model_len=max_model_len, weight_bytes=weights, capture=memory is None
     )
-    predicted = {WEIGHTS: weights, **groups.bytes_by_kind(num_blocks, num_slots), **foreseen}
+    predicted = {WEIGHTS: weights, **foreseen, **groups.bytes_by_kind(num_blocks, num_slots, kv_places=places)}
     measured = {WEIGHTS: weights, **pools.bytes_by_kind()}
     if memory is not None:
         measured |= make_ready(
@@ -278,6 +291,9 @@ def wire_runner(
         max_blocks=-(-max_model_len // config.block_size),
         max_model_len=max_model_len,
     )
+    hisparse = open_hisparse(config, pools, streams, max_blocks=builder.max_blocks)
+    if hisparse is not None:
+        builder = replace(builder, kv_places=hisparse)
     if graphs is not None:
         capacity = builder.upload_elements(max_seqs=config.max_num_seqs, max_tokens=graphs.dispatcher.mixed_sizes[-1])
         upload = PackedUpload(streams.backend, capacity)
@@ -285,7 +301,7 @@ def wire_runner(
     attention = PagedLatentAttention(
         layout=_row_layout(config),
         scale=model_config.mla.softmax_scale,
-        groups=index_groups(config, streams, max_model_len=max_model_len),
+        groups=index_groups(config, streams, max_model_len=max_model_len, hisparse=hisparse),
     )
     caches = tuple(pools.layer(i) for i in range(model_config.num_layers))
     return ModelRunner(
@@ -297,6 +313,7 @@ def wire_runner(
         graphs=graphs,
         weight_bytes=weight_bytes,
         observer=observer,
+        hisparse=hisparse,
     )
 
 
@@ -314,7 +331,9 @@ def step_graphs(config: ResolvedConfig, streams: Streams, *, max_model_len: int)
     return StepGraphs(dispatcher, GraphRunner(streams, buffers, debug=config.graph_debug), rows)
 
 
-def index_groups(config: ResolvedConfig, streams: Streams, *, max_model_len: int) -> tuple[SparseMLAIndexGroup, ...]:
+def index_groups(
+    config: ResolvedConfig, streams: Streams, *, max_model_len: int, hisparse: HiSparseRuntime | None = None
+) -> tuple[SparseMLAIndexGroup, ...]:
     """The model's index groups, leaders in layer order; a row is never wider than the longest sequence needs."""
     indexer = config.model.indexer
     if indexer is None:
@@ -323,12 +342,20 @@ def index_groups(config: ResolvedConfig, streams: Streams, *, max_model_len: int
     for layer in config.model.layers_of(AttentionKind.SPARSE_MLA):
         leads = config.model.layers[layer].indexer is IndexerKind.FULL
         builder.register_layer(layer, is_index_producing_layer=leads)
-    return builder.build(
+    decode_rows = config.max_num_seqs * (1 + config.rollback)
+    groups = builder.build(
         streams=streams,
         width=indexer.topk_width(max_model_len),
-        decode_rows=config.max_num_seqs * (1 + config.rollback),
+        decode_rows=decode_rows,
         resolver=BlockTableResolver(),
     )
+    for group in groups:
+        if hisparse is None:
+            break
+        resolver = hisparse.new_group(decode_rows)
+        group.resolver = resolver
+        group.fetch_with(resolver)
+    return groups
 
 
 def open_backend(device: str) -> StreamBackend:

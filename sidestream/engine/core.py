@@ -135,6 +135,9 @@ class EngineCore:
             )
         )
 
+        if self._runner.hisparse is not None:
+            self._runner.hisparse.placement.is_dead = self.scheduler.is_dead_block
+
     def add(self, request: Request) -> None:
         """Queue a request; RequestError or CapacityError if it can never run."""
         self.scheduler.add(request)
@@ -251,6 +254,8 @@ class EngineCore:
         with contextlib.suppress(RuntimeError):  # a broken device says so again; the error being handled comes first
             self._runner.settle()
         self._launched.clear()
+        if self._runner.hisparse is not None:
+            self._runner.hisparse.reset()
         for posted in self._outbox:
             self._record(posted)
         for state in self._tokens.values():

@@ -35,7 +35,12 @@ def count_snapshots(config: ResolvedConfig, groups: CacheGroups, *, weights: int
 
 
 def size_pools(
-    config: ResolvedConfig, groups: CacheGroups, *, weights: int, beside: Mapping[str, int] | None = None
+    config: ResolvedConfig,
+    groups: CacheGroups,
+    *,
+    weights: int,
+    beside: Mapping[str, int] | None = None,
+    host_blocks: int = 0,
 ) -> tuple[int, int, int]:
     """Blocks, slots (scratch included) and the longest sequence that fit the budget beside the weights.
 
@@ -43,6 +48,7 @@ def size_pools(
 
     Args:
         beside: what else counts against the budget: name -> bytes.
+        host_blocks: that a sequence may have beside those of the device.
     Raises:
         CapacityError: naming what does not fit and the knobs.
     """
@@ -68,10 +74,11 @@ def size_pools(
             f"and {max(num_blocks, 2)} KV blocks of {groups.bytes_per_block} bytes need {needed} bytes, more than the "
             f"memory budget of {budget} bytes; {MEASURED_KNOBS if beside else KNOBS}"
         )
-    room = (num_blocks - 1) * config.block_size if config.uses_blocks else config.max_model_len
+    room = (num_blocks - 1 + host_blocks) * config.block_size if config.uses_blocks else config.max_model_len
     if room < config.max_model_len and not config.shrink_max_model_len:
         raise CapacityError(
             f"one sequence of max_model_len {config.max_model_len} needs {longest} KV blocks of {config.block_size} "
-            f"tokens, and there are {num_blocks - 1}; lower max_model_len, or raise num_blocks or memory_limit"
+            f"tokens, and there are {num_blocks - 1 + host_blocks}; lower max_model_len, or raise num_blocks or "
+            "memory_limit"
         )
     return num_blocks, num_slots, min(config.max_model_len, room)

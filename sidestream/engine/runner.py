@@ -11,6 +11,7 @@ import torch
 
 from sidestream.attention.latent import PagedLatentAttention
 from sidestream.attention.step_inputs import ROW_BUCKET, StepInputsBuilder
+from sidestream.cache.hisparse import HiSparseRuntime
 from sidestream.core.batch import Chunk
 from sidestream.core.cudagraph_mode import CUDAGraphMode
 from sidestream.core.forward_context import ForwardContext, forward_context
@@ -66,6 +67,7 @@ class ModelRunner:
         streams: of the device; work on what a step returns belongs on ``streams.compute`` (see ``on_device``).
         attention: with its index groups, for reports.
         graphs: for reports: steps by mode, fallbacks by reason.
+        hisparse: None where all KV rows stay on the device.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class ModelRunner:
         graphs: StepGraphs | None,
         weight_bytes: int,
         observer: LayerObserver | None = None,
+        hisparse: HiSparseRuntime | None = None,
     ) -> None:
         self._model = model
         self._caches = caches
@@ -88,6 +91,7 @@ class ModelRunner:
         self._observer = observer
         self.streams = streams
         self.graphs = graphs
+        self.hisparse = hisparse
 
     def on_device(self) -> AbstractContextManager[None]:
         """Issue the block's work to the compute stream."""
@@ -116,6 +120,20 @@ class ModelRunner:
             sampled: [S] int64 on the device.
         """
         self.streams.begin_step()
+        if self.hisparse is None:
+            return self._step(chunks, token_ids, sources, sampled)
+        self.hisparse.begin_step(chunks)
+        output = self._step(chunks, token_ids, sources, sampled)
+        self.hisparse.end_step()
+        return output
+
+    def _step(
+        self,
+        chunks: Sequence[Chunk],
+        token_ids: Sequence[int],
+        sources: Sequence[int] | None,
+        sampled: torch.Tensor | None,
+    ) -> StepOutput:
         if self.graphs is None:
             inputs = self._builder.build(chunks, token_ids)
             with step_threads(inputs.num_tokens * self._weight_bytes), self._context(inputs, CUDAGraphMode.NONE):

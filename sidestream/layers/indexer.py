@@ -154,7 +154,7 @@ class Indexer:
         norm: dict[str, Any] = {"norm_weight": self.norm_weight, "norm_bias": self.norm_bias}
         norm["norm_eps"] = indexer.key_norm_eps
         if gate is None or self.ape is None:
-            write_normed_keys(flat_keys, inputs.slot_mapping[: key.shape[0]], key, **norm, **turn)
+            write_normed_keys(flat_keys, inputs.key_mapping[: key.shape[0]], key, **norm, **turn)
             return
         assert inputs.pools is not None
         assert cache.index_tail is not None

@@ -189,6 +189,10 @@ class Scheduler:
             sequence.num_outputs = len(generated)
             sequence.restart()
 
+    def is_dead_block(self, block: int) -> bool:
+        """Whether nobody owns a block, or could find what it holds."""
+        return self._blocks is not None and not self._blocks.holds_content(block)
+
     def check_integrity(self) -> None:
         """Recount queues, pools and tokens in flight; an AssertionError names what differs."""
         check_queues(

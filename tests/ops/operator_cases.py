@@ -360,7 +360,14 @@ def copy_case(seed: int) -> Arguments:
     to = torch.randperm(20, generator=step.gen)[:10].view(2, 5)
     source = torch.randperm(30, generator=step.gen)[:10].view(2, 5)
     counts = torch.tensor([3 - seed % 2, 5], dtype=torch.int32)
-    return {"pool": step.randn(20, DIM), "host": step.randn(30, DIM), "to": to, "source": source, "counts": counts}
+    return {
+        "pool": step.randn(21, DIM),
+        "host": step.randn(30, DIM),
+        "to": to,
+        "source": source,
+        "counts": counts,
+        "spare": (20, 0),
+    }
 
 
 def slot_copy_case(seed: int) -> Arguments:

@@ -19,11 +19,17 @@ copy_rows = operator(
 
 @copy_rows.register("cuda")
 def _copy_rows(
-    pool: torch.Tensor, host: torch.Tensor, *, to: torch.Tensor, source: torch.Tensor, counts: torch.Tensor
+    pool: torch.Tensor,
+    host: torch.Tensor,
+    *,
+    to: torch.Tensor,
+    source: torch.Tensor,
+    counts: torch.Tensor,
+    spare: tuple[int, int],
 ) -> None:
     if pool.is_cuda:
         from sidestream.ops.row_copy import triton_copy
 
-        triton_copy.copy_rows(pool, host, to=to, source=source, counts=counts)
+        triton_copy.copy_rows(pool, host, to=to, source=source, counts=counts, spare=spare)
         return
-    torch_impl.copy_rows(pool, host, to=to, source=source, counts=counts)
+    torch_impl.copy_rows(pool, host, to=to, source=source, counts=counts, spare=spare)

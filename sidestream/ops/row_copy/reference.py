@@ -6,7 +6,13 @@ import torch
 
 
 def copy_rows(
-    pool: torch.Tensor, host: torch.Tensor, *, to: torch.Tensor, source: torch.Tensor, counts: torch.Tensor
+    pool: torch.Tensor,
+    host: torch.Tensor,
+    *,
+    to: torch.Tensor,
+    source: torch.Tensor,
+    counts: torch.Tensor,
+    spare: tuple[int, int],
 ) -> None:
     """As the fast path."""
     for r in range(to.shape[0]):

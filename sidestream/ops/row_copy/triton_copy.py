@@ -55,9 +55,11 @@ def copy_rows(
     to: torch.Tensor,
     source: torch.Tensor,
     counts: torch.Tensor,
+    spare: tuple[int, int] = (0, 0),
     plan: CopyPlan = DEFAULT_PLAN,
 ) -> None:
-    """As ``torch_impl.copy_rows``; rows are whole words of 4 bytes, lists have rows of unit stride.
+    """As ``torch_impl.copy_rows``; rows are whole words of 4 bytes, lists have rows of unit stride. ``spare`` is not
+    touched.
 
     The grid is as large as the lists could need: a graph cannot know the counts.
     """

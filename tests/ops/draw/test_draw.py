@@ -96,3 +96,20 @@ def test_shares_follow_the_distribution(draw: Draw) -> None:
     share = torch.bincount(tokens, minlength=70) / count
     want = (logits.double() / 0.7).softmax(0)
     assert float((share - want).abs().max()) <= 1.0 / count
+
+
+def test_the_exponential_is_right_to_one_in_a_trillion() -> None:
+    """Over all powers that count: the weight of a part of one token, whose top is another's."""
+    logits = torch.linspace(0.0, -699.0, 20_000)
+    parts = torch.zeros(20_000, 1)
+    parts = torch.cat([parts, logits.unsqueeze(1)], dim=1).to(DEVICE)
+    for temperature in (1.0, 0.37):
+        weight = torch.zeros(20_000, 1, dtype=torch.float64, device=DEVICE)
+        settings = torch.full((2, 20_000), temperature, dtype=torch.float64, device=DEVICE)
+        best, place = torch.zeros(20_000, 1, device=DEVICE), torch.zeros(20_000, 1, dtype=torch.int32, device=DEVICE)
+        grid = (20_000, 1)
+        triton_draw._parts[grid](
+            parts, settings, best, place, weight, 2, 2, PART=2, DRAWING=True, PDL=False, num_warps=1
+        )
+        want = 1.0 + torch.exp(logits.double() / temperature)
+        torch.testing.assert_close(weight.squeeze(1).cpu(), want, rtol=1e-12, atol=0.0)

@@ -13,10 +13,13 @@ from tests.ops.operator_case import map_tensors
 from tests.ops.triton_mode import DEVICE
 from tests.tolerances import BF16_STEPS, FP32_GEMM
 
-LAUNCHES = [Launch(expands=True, columns=16, num_warps=4), Launch(expands=False, columns=8, num_warps=4)]
+LAUNCHES = [
+    Launch(ordered=False, num_warps=4, rows=1, outputs=8, columns=16),
+    Launch(ordered=False, num_warps=4, columns=8),
+]
 
 
-@pytest.mark.parametrize("launch", LAUNCHES, ids=["expands", "expanded"])
+@pytest.mark.parametrize("launch", LAUNCHES, ids=["row by row", "together"])
 @pytest.mark.parametrize(
     ("versions", "rollback", "bounded", "dtype"),
     [(1, 0, True, torch.float32), (3, 2, False, torch.float32), (2, 1, True, torch.bfloat16)],
@@ -39,7 +42,7 @@ def test_a_step_equals_the_formula(
     assert torch.equal(owned(mine["conv_state"].cpu(), length=length), owned(truth["conv_state"], length=length))
 
 
-@pytest.mark.parametrize("launch", LAUNCHES, ids=["expands", "expanded"])
+@pytest.mark.parametrize("launch", LAUNCHES, ids=["row by row", "together"])
 def test_rows_do_not_depend_on_their_neighbours(launch: Launch) -> None:
     """Other tokens, and garbage, in all rows but one: its bits stay."""
     case = decode_step_case(4, 2, 16, padding=0)
@@ -79,4 +82,3 @@ def test_what_the_kernel_takes() -> None:
     assert not triton_decode.takes(*(odd[name] for name in names))
     for name, other in (("projected", case["projected"].bfloat16()), ("state", case["state"].transpose(3, 4))):
         assert not triton_decode.takes(*({**case, name: other}[argument] for argument in names))
-    assert all(triton_decode.launch_for(rows, heads).columns >= 16 for rows in (1, 8, 512) for heads in (1, 64))

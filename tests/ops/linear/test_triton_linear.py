@@ -10,13 +10,11 @@ from sidestream.ops.linear.launches import Launch, launch_for
 from tests.ops.triton_mode import DEVICE
 from tests.tolerances import BF16_OUTPUT, FP32_GEMM
 
-ONE = Launch(1, 4, 64, 4, 1, ahead=16)
-SOME = Launch(16, 32, 32, 4, 3, ahead=8)
 LAUNCHES = {
-    "one": ONE,
-    "one, released": Launch(1, 8, 32, 4, 2, release=True),
-    "some": SOME,
-    "some, split": Launch(16, 16, 32, 4, 2, splits=3, release=True),
+    "one": Launch(1, 4, 64, 4, 1),
+    "one, in stages": Launch(1, 8, 32, 4, 2),
+    "some": Launch(16, 32, 32, 4, 3),
+    "some, split": Launch(16, 16, 32, 4, 2, splits=3),
     "many": Launch(64, 64, 32, 4, 2, early=False),
 }
 

@@ -1,0 +1,307 @@
+"""HiSparse: KV rows that live in the host pool, and the hot copies of them that decode reads on the device.
+
+The host knows where every block is. Which rows of a step's selection are in hot slots, only the device knows: each
+index group resolves that once a step, on its side stream, and has the missing rows of its layers copied there, the
+leader's first. A prefill, which may select from all of its context, gets the host blocks of its sequence staged, layer
+after layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from sidestream.attention.step_inputs import Array
+from sidestream.cache.hosted_rows import HostedRows
+from sidestream.cache.placement import BlockPlacement, Moves
+from sidestream.core.batch import Chunk
+from sidestream.core.step_inputs import StepInputs
+from sidestream.ops.index_map import logical_to_physical
+from sidestream.ops.residency import clear_seats, new_state, resolve
+from sidestream.ops.row_copy import copy_rows
+from sidestream.streams import Handoff, Streams
+from sidestream.streams.upload import PackedUpload
+
+
+class Seats:
+    """Whose hot slots are whose. A sequence keeps its seat while it decodes step after step; nobody gives one back: a
+    new sequence takes the one that was not used for the longest time."""
+
+    def __init__(self, num_seats: int) -> None:
+        self._ends: dict[str, tuple[int, int]] = {}
+        """Request -> (seat, position that it continues from), least recently used first."""
+        self._free = list(range(num_seats - 1, 0, -1))
+
+    def reset(self) -> None:
+        """Nobody has a seat."""
+        self._free += [seat for seat, _ in self._ends.values()]
+        self._ends.clear()
+
+    def assign(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int]]:
+        """Seats of the chunks, 0 for prefills, and those whose slots must be cleared first: they have a new owner, or
+        one that did not go on where it stopped."""
+        seats, fresh = [], []
+        for chunk in chunks:
+            if not chunk.is_decode:
+                continue
+            had = self._ends.pop(chunk.request_id, None)
+            if had is not None:
+                self._ends[chunk.request_id] = had  # behind those that this step does not run
+        for chunk in chunks:
+            if not chunk.is_decode:
+                before = self._ends.pop(chunk.request_id, None)
+                if before is not None:
+                    self._free.append(before[0])
+                seats.append(0)
+                continue
+            had = self._ends.pop(chunk.request_id, None)
+            if had is None:
+                seat = self._free.pop() if self._free else self._ends.pop(next(iter(self._ends)))[0]
+            else:
+                seat = had[0]
+            if had is None or had[1] != chunk.start:
+                fresh.append(seat)
+            self._ends[chunk.request_id] = (seat, chunk.end)
+            seats.append(seat)
+        return seats, fresh
+
+
+class HiSparseRuntime:
+    """Moves blocks between steps and tells each step where its rows are. All work goes to the current stream, but the
+    copies of blocks that leave ahead of need, which run beside the step.
+
+    Args:
+        rows: the memory.
+        layers: with KV rows.
+        max_seqs, max_blocks: of a step and of a sequence.
+
+    Attributes:
+        spilled_bytes, staged_bytes: copied so far to the host, and back for prefills.
+    """
+
+    def __init__(
+        self,
+        placement: BlockPlacement,
+        rows: HostedRows,
+        *,
+        layers: Sequence[int],
+        streams: Streams,
+        max_seqs: int,
+        max_blocks: int,
+    ) -> None:
+        self.placement, self.arena, self.host, self.sizes = placement, rows.arena, rows.host, rows.sizes
+        self.max_blocks = max_blocks
+        self.layers = tuple(layers)
+        self.spilled_bytes = self.staged_bytes = 0
+        self.spare_host_row = rows.sizes.host_blocks * placement.block_size
+        self._streams = streams
+        self._side = None if streams.backend.device.type == "cpu" else streams.new_stream("spills")
+        self._rows_written = Handoff(
+            streams, "KV rows of the last step", producer="compute", consumers=("copies of blocks that leave",)
+        )
+        self._left = Handoff(
+            streams,
+            "blocks that left",
+            producer="copies of blocks that leave",
+            consumers=("compute, before it goes on",),
+        )
+        self._seats = Seats(rows.sizes.seats)
+        self._step_seats: list[int] = []
+        self._states: list[torch.Tensor] = []
+        self._moves = Moves()
+        staged_rows = rows.sizes.staged * placement.block_size
+        self._upload = PackedUpload(
+            streams.backend,
+            PackedUpload.elements([(max_seqs + 1) * max_blocks, staged_rows, 1]),
+        )
+        self._fresh = PackedUpload(streams.backend, PackedUpload.elements([rows.sizes.seats]))
+        self.staged_table: torch.Tensor | None = None
+        """[R + 1, B] of this step: which staging place holds a block, -1 for none; None if no prefill needs any."""
+        self._staged_rows: torch.Tensor | None = None
+        self._staged_count: torch.Tensor | None = None
+        self._staging_rows = torch.arange(staged_rows, device=streams.backend.device).view(1, -1)
+
+    @property
+    def table(self) -> Array:
+        return self.placement.table
+
+    def seats(self, chunks: Sequence[Chunk]) -> list[int]:
+        """As ``begin_step`` assigned them; scratch for chunks of captures."""
+        return self._step_seats or [0] * len(chunks)
+
+    def new_group(self, decode_rows: int) -> HiSparseTopK:
+        """The resolver of one index group."""
+        group = HiSparseTopK(self, decode_rows)
+        self._states.append(group.slots)
+        return group
+
+    def begin_step(self, chunks: Sequence[Chunk]) -> None:
+        """Before a step's inputs are laid out: blocks that must leave do, new owners of hot slots find them empty.
+
+        Raises:
+            CapacityError: see ``BlockPlacement.plan``.
+        """
+        self._moves = self.placement.plan(chunks)
+        self._copy_out([(spill.device, spill.host) for spill in self._moves.now])
+        self._step_seats, fresh = self._seats.assign(chunks)
+        if fresh:
+            (cleared,) = self._fresh.place([np.array(fresh, dtype=np.int64)])
+            for slots in self._states:
+                clear_seats(slots, cleared)
+        self._stage(chunks)
+        if self._moves.ahead:
+            self._rows_written.publish()
+            with self._streams.backend.use(self._side or self._streams.compute):
+                self._rows_written.wait()
+                self._copy_out([(spill.device, spill.host) for spill in self._moves.ahead])
+                self._left.publish()
+
+    def end_step(self) -> None:
+        """Behind a step: the next one writes to the places of the blocks that left."""
+        if self._moves.ahead:
+            self._left.wait()
+        self._moves, self._step_seats = Moves(), []
+        self.staged_table = None
+
+    def reset(self) -> None:
+        """After a step that failed: forget what lies where; sequences are computed anew."""
+        self.placement.reset()
+        self._seats.reset()
+        self._moves, self._step_seats, self.staged_table = Moves(), [], None
+
+    def _copy_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        rows = self.placement.block_size
+        for layer in self.layers if pairs else ():
+            pool, host = self.arena.layer(layer), self.host.layer(layer)
+            for device, to in pairs:
+                source = pool[device * rows : (device + 1) * rows]
+                host[to * rows : (to + 1) * rows].copy_(source, non_blocking=True)
+                self.spilled_bytes += source.numel() * source.itemsize
+
+    def _stage(self, chunks: Sequence[Chunk]) -> None:
+        """Plan which host blocks the step's prefills read, each once."""
+        places: dict[int, int] = {}
+        width = max(len(chunk.block_ids) for chunk in chunks)
+        table = np.full((len(chunks) + 1, width), -1, dtype=np.int64)
+        for row, chunk in enumerate(chunks):
+            if chunk.is_decode:
+                continue
+            held = self.placement.table[list(chunk.block_ids)]
+            for column in np.flatnonzero(held < 0).tolist():
+                table[row, column] = places.setdefault(int(-1 - held[column]), len(places))
+        if not places:
+            return
+        assert len(places) <= self.sizes.staged, f"{len(places)} host blocks to stage, room for {self.sizes.staged}"
+        rows = self.placement.block_size
+        source = (np.array(list(places), dtype=np.int64)[:, None] * rows + np.arange(rows)).reshape(1, -1)
+        count = np.array([source.shape[1]], dtype=np.int64)
+        self.staged_table, self._staged_rows, self._staged_count = self._upload.place([table, source, count])
+
+    def stage_layer(self, layer: int) -> None:
+        """Bring the host blocks of this step's prefills to the staging places, for one layer."""
+        assert self._staged_rows is not None
+        assert self._staged_count is not None
+        staging = self.arena.staging
+        copy_rows(
+            staging,
+            self.host.layer(layer),
+            to=self._staging_rows[:, : self._staged_rows.shape[1]],
+            source=self._staged_rows,
+            counts=self._staged_count.int(),
+            spare=(0, self.spare_host_row),
+        )
+        self.staged_bytes += self._staged_rows.shape[1] * staging.shape[1] * staging.itemsize
+
+
+class HiSparseTopK:
+    """Implements ``TopKResolver`` for one index group.
+
+    Attributes:
+        slots: state of the group's hot slots, see ``ops.residency``.
+        misses: [rows] int32 of the last step: how many rows each decode brought from the host, a layer.
+    """
+
+    def __init__(self, runtime: HiSparseRuntime, decode_rows: int) -> None:
+        self._runtime = runtime
+        sizes, placement = runtime.sizes, runtime.placement
+        device = runtime.arena.staging.device
+        positions = runtime.max_blocks * placement.block_size
+        self._slot_of, self.slots = new_state(sizes.seats, sizes.slots, positions, device=device)
+        self._lists = torch.zeros(2, decode_rows, sizes.slots, dtype=torch.int64, device=device)
+        self.misses = torch.zeros(decode_rows, dtype=torch.int32, device=device)
+        self._requests = 0
+
+    @property
+    def needs_one_stream(self) -> bool:
+        """Prefills read staging places that every layer fills anew, so nothing of such a step may run ahead."""
+        return self._runtime.staged_table is not None
+
+    def resolve(
+        self, logical: torch.Tensor, inputs: StepInputs, *, physical: torch.Tensor, counts: torch.Tensor
+    ) -> None:
+        runtime = self._runtime
+        decodes = logical.shape[0] if inputs.uniform else inputs.num_decode_tokens
+        requests = decodes if inputs.uniform else inputs.num_decode
+        if decodes:
+            assert inputs.seats is not None
+            resolve(
+                logical[:decodes],
+                inputs.kv_table,
+                self._slot_of,
+                self.slots,
+                seats=inputs.seats[:requests],
+                positions=inputs.positions[:decodes],
+                table_rows=inputs.token_rows[:decodes],
+                block_size=inputs.block_size,
+                hot_base=runtime.arena.hot_base,
+                out=physical[:decodes],
+                counts=counts[:decodes],
+                host_rows=self._lists[0, :requests],
+                hot_rows=self._lists[1, :requests],
+                misses=self.misses[:requests],
+            )
+        self._requests = requests
+        if decodes < logical.shape[0]:
+            self._map_prefills(inputs.kv_table, logical, inputs, physical, counts, first=decodes)
+
+    def fetch(
+        self, layer: int, logical: torch.Tensor, inputs: StepInputs, *, physical: torch.Tensor, counts: torch.Tensor
+    ) -> None:
+        """Bring what a layer's rows lack on the device."""
+        runtime = self._runtime
+        requests = self._requests
+        if requests:
+            copy_rows(
+                runtime.arena.layer(layer),
+                runtime.host.layer(layer),
+                to=self._lists[1, :requests],
+                source=self._lists[0, :requests],
+                counts=self.misses[:requests],
+                spare=(runtime.arena.hot_base, runtime.spare_host_row),
+            )
+        staged = runtime.staged_table
+        if staged is not None:
+            runtime.stage_layer(layer)
+            table = torch.where(staged >= 0, staged + runtime.arena.first_staged(layer), inputs.kv_table)
+            self._map_prefills(table, logical, inputs, physical, counts, first=inputs.num_decode_tokens)
+
+    def _map_prefills(
+        self,
+        table: torch.Tensor,
+        logical: torch.Tensor,
+        inputs: StepInputs,
+        physical: torch.Tensor,
+        counts: torch.Tensor,
+        *,
+        first: int,
+    ) -> None:
+        logical_to_physical(
+            logical[first:],
+            table,
+            token_rows=inputs.token_rows[first : logical.shape[0]],
+            block_size=inputs.block_size,
+            out=physical[first:],
+            counts=counts[first:],
+        )

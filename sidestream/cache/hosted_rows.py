@@ -1,0 +1,73 @@
+"""Memory of KV rows that may leave the device: places and hot slots there, the host pool, and how much of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sidestream.cache.groups import CacheGroups, CacheKind
+from sidestream.cache.host_pool import HostPool
+from sidestream.cache.kv_arena import KVArena
+
+HOT_ROWS = "hot rows"
+STAGED_ROWS = "staged rows"
+"""Their names in the memory ledger."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostedSizes:
+    """How many of everything, beside the places of blocks.
+
+    Attributes:
+        seats: sequences with hot slots, scratch included.
+        slots: hot slots of each.
+        host_blocks: of the host pool.
+        staged: places for host blocks that prefills read.
+    """
+
+    seats: int
+    slots: int
+    host_blocks: int
+    staged: int
+
+    @property
+    def hot_rows(self) -> int:
+        return self.seats * self.slots
+
+    def bytes_by_kind(self, groups: CacheGroups) -> dict[str, int]:
+        """Bytes on the device of what is only there because blocks may leave it; index keys stay there."""
+        kv, rows = groups.kv, groups.block_size
+        a_block = kv.bytes_per_block
+        keys = sum(group.bytes_per_block for group in groups.blocks if group.kind is not CacheKind.KV)
+        return {
+            HOT_ROWS: -(-self.hot_rows // rows) * a_block,
+            STAGED_ROWS: self.staged * a_block // len(kv.layers),
+            f"{CacheKind.INDEX_KEYS} of host blocks": self.host_blocks * keys,
+        }
+
+
+class HostedRows:
+    """The memory itself.
+
+    Args:
+        places: blocks on the device, scratch included.
+    Raises:
+        CapacityError: the host has not so much memory.
+    """
+
+    def __init__(self, groups: CacheGroups, sizes: HostedSizes, places: int, *, device: torch.device) -> None:
+        self.sizes, self.places = sizes, places
+        self._groups = groups
+        self.host = HostPool(groups.kv, sizes.host_blocks, device=device)
+        self.arena = KVArena(groups.kv, places=places, hot_rows=sizes.hot_rows, staged=sizes.staged, device=device)
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes on the device, by their names in the ledger."""
+        beside = self.sizes.bytes_by_kind(self._groups)
+        hot, staged = beside[HOT_ROWS], beside[STAGED_ROWS]
+        return {
+            f"{CacheKind.KV} cache": self.arena.nbytes - hot - staged,
+            HOT_ROWS: hot,
+            STAGED_ROWS: staged,
+        }
