@@ -12,11 +12,9 @@ from playwright.sync_api import Page, expect, sync_playwright
 from tests.server.live_server import LiveServer
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-EXPECTED = {
-    "test_a_refusal_is_shown": "^data:|status of 400",
-    "test_a_chat_streams_and_a_long_one_can_be_stopped": "^data:|/v1/completions failed",
-}
-"""What a browser itself says of a refused and of a stopped request."""
+HARMLESS = "^data:|completions failed: net::ERR_ABORTED"
+"""Stopped streams, and some that were read to their end: Chromium may let go of those before it notes the end."""
+EXPECTED = {"test_a_refusal_is_shown": HARMLESS + "|status of 400"}
 
 
 @pytest.fixture
@@ -30,13 +28,14 @@ def page(server: LiveServer, request: pytest.FixtureRequest) -> Iterator[Page]:
         made = browser.new_page(viewport={"width": 1200, "height": 1000})
         made.on("console", lambda message: troubles.append(f"{message.type}: {message.text}"))
         made.on("pageerror", lambda error: troubles.append(str(error)))
-        made.on("requestfailed", lambda request: troubles.append(f"{request.url} failed"))
+        made.on("requestfailed", lambda request: troubles.append(f"{request.url} failed: {request.failure}"))
         made.on("request", lambda request: troubles.append(request.url) if server.url not in request.url else None)
         made.goto(server.url + "/dashboard")
         expect(made.get_by_role("status")).to_have_text("ready", timeout=20_000)
         yield made
         browser.close()
-    assert [trouble for trouble in troubles if not re.search(EXPECTED.get(request.node.name, "^data:"), trouble)] == []
+    harmless = EXPECTED.get(request.node.name, HARMLESS)
+    assert [trouble for trouble in troubles if not re.search(harmless, trouble)] == []
 
 
 def test_a_completion_streams_and_the_charts_show_it(page: Page) -> None:
