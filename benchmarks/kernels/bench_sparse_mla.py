@@ -90,11 +90,11 @@ def rows_of(tokens: int, width: int, pool_rows: int) -> torch.Tensor:
 
 
 def variants(shape: Shape) -> list[Launch]:
-    """The table's choice, and what else may pay: other numbers of runs, small blocks for few tokens or heads."""
+    """The table's choice, and what else may pay: fewer runs, small blocks for few tokens or heads."""
     chosen = choose_launch(shape.tokens, shape.heads, shape.width, layout_of(shape.layout, shape.rope), MAX_SPLITS)
     found = [chosen]
     if chosen.splits > 1:
-        found += [replace(chosen, splits=-(-chosen.splits // 2)), replace(chosen, pdl=False)]
+        found.append(replace(chosen, splits=-(-chosen.splits // 2)))
     if shape.tokens <= 8 or shape.heads < 32:
         for block_h, block_n, stages, warps, parted in SMALL:
             blocks = shape.tokens * -(-shape.heads // block_h)

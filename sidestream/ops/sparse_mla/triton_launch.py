@@ -27,6 +27,8 @@ _PROGRAMS = 132
 _START, _MERGE, _MERGE_RUN = 160, 128, 0.75
 """Costs in rows of one program, 32 of which take a microsecond: to start one (queries, first gathers), the merge's
 launch, and its traffic a run."""
+_MERGED = (4, 16, 64, 128)
+"""Runs that a merge is compiled for: few, so that steps of any size find theirs compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,7 @@ def run(
             num_stages=launch.stages,
         )
     if splits > 1:
-        block_s = triton.next_power_of_2(splits)
+        block_s = next(size for size in _MERGED if size >= splits)
         block_r = min(latent, max(64, 4096 // block_s))
         together = {"launch_pdl": True} if pdl else {}
         merge[(tokens * heads, latent // block_r)](
