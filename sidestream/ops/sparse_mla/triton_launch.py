@@ -104,6 +104,7 @@ def supported(q: torch.Tensor, pool: torch.Tensor, layout: KVRowLayout) -> bool:
     return q.is_cuda and q.dtype is torch.bfloat16 and layout.dtype in (torch.bfloat16, torch.uint8)
 
 
+@lru_cache(maxsize=64)
 def roles_support(layout: KVRowLayout) -> bool:
     """Whether ``triton_roles`` can run: on a Hopper GPU, with the sizes that it has thread layouts for."""
     if INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
