@@ -218,8 +218,7 @@ class PrefixCache:
             return
         for place in range(sequence.num_published, full):
             node = sequence.path[place]
-            self.blocks.publish(block_ids[place], node.content)
-            node.block = self.blocks.lookup(node.content)
+            node.block = self.blocks.publish(block_ids[place], node.content)
         sequence.num_published = full
         while sequence.pending and sequence.pending[0][0] <= full:
             depth, slot = sequence.pending.pop(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Listing
+from itertools import islice
 
 from sidestream.cache.block_pool import BlockPool
 from sidestream.cache.prefix_cache import Hit, PrefixCache
@@ -12,6 +13,9 @@ from sidestream.core.batch import Admission, SlotCopy
 from sidestream.core.outputs import CacheReason
 from sidestream.scheduler.config import SchedulerConfig
 from sidestream.scheduler.sequence import NO_HIT, Sequence
+
+MAX_PASSED_OVER = 32
+"""Waiting sequences, beyond the free seats, that a step looks at."""
 
 
 class Prefixes:
@@ -47,7 +51,17 @@ class Prefixes:
             tokens = (*prompt, *generated) if generated else prompt
             sequence.prefix = self._cache.open(tokens, num_prompt=len(prompt), salt=request.cache_salt)
 
-    def prepare(self, sequence: Sequence) -> bool:
+    def candidates(self, waiting: Iterable[Sequence], seats: int) -> list[Sequence]:
+        """The waiting sequences for which there are seats, in order, but for those that better wait for a prefix."""
+        found: list[Sequence] = []
+        for sequence in islice(waiting, seats + MAX_PASSED_OVER if seats else 0):
+            if len(found) == seats or sequence.num_in_flight:
+                break  # preempted with its last token still unknown; that comes with the next commit
+            if self._prepare(sequence):
+                found.append(sequence)
+        return found
+
+    def _prepare(self, sequence: Sequence) -> bool:
         """Look up what a waiting sequence could take over; False if it should rather wait for one that runs."""
         cache, prefix = self._cache, sequence.prefix
         if cache is None or prefix is None:
@@ -77,7 +91,7 @@ class Prefixes:
                 sequence.hit = NO_HIT
 
     def holds(self, sequence: Sequence) -> bool:
-        """What ``prepare`` found is still there."""
+        """What was found for a candidate is still there."""
         if self._cache is None or sequence.prefix is None or not sequence.hit.num_tokens:
             return True
         found = self._cache.find(sequence.prefix, sequence.prefill_target)

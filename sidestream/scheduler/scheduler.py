@@ -22,7 +22,6 @@ from bisect import insort
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Listing
-from itertools import islice
 
 from sidestream.cache.prefix_stats import PrefixStats
 from sidestream.cache.slots import SlotPool
@@ -35,9 +34,6 @@ from sidestream.scheduler.fair_share import shares_by_turn
 from sidestream.scheduler.integrity import check_blocks, check_queues
 from sidestream.scheduler.prefixes import Prefixes
 from sidestream.scheduler.sequence import Sequence, by_arrival
-
-MAX_PASSED_OVER = 32
-"""Waiting sequences, beyond the free seats, that a step looks at."""
 
 
 class Scheduler:
@@ -215,7 +211,8 @@ class Scheduler:
 
     def _plan_prefills(self, plan: dict[Sequence, int], budget: int, *, admit: bool) -> None:
         running = [s for s in self._running if s.is_prefilling and not self._is_stuck(s)]
-        prepared = candidates = self._candidates() if admit else []
+        seats = self.config.max_running - len(self._running) if admit else 0
+        prepared = candidates = self._prefixes.candidates(self._waiting, seats)
         served, shares = self._share(running, candidates, budget)
         while (fitting := self._count_fitting(served, shares)) is not None:
             candidates = candidates[:fitting]
@@ -235,17 +232,6 @@ class Scheduler:
                 plan[sequence] = share
                 sequence.served_step = self._num_steps
         self._prefixes.dismiss(prepared)
-
-    def _candidates(self) -> list[Sequence]:
-        """The waiting sequences for which there are seats, in order, but for those that better wait for a prefix."""
-        seats = self.config.max_running - len(self._running)
-        candidates: list[Sequence] = []
-        for sequence in islice(self._waiting, seats + MAX_PASSED_OVER if seats else 0):
-            if len(candidates) == seats or sequence.num_in_flight:
-                break  # preempted with its last token still unknown; that comes with the next commit
-            if self._prefixes.prepare(sequence):
-                candidates.append(sequence)
-        return candidates
 
     def _share(
         self, running: list[Sequence], candidates: list[Sequence], budget: int

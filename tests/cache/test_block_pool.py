@@ -139,9 +139,11 @@ def test_random_use_against_a_plain_model(seed: int, num_blocks: int) -> None:
             block = rng.choice(owned[name])
             if block not in contents:
                 content = bytes([rng.randint(0, 5)])
-                if content not in contents.values():
+                before = next((b for b, c in contents.items() if c == content), None)
+                if before is None or not any(before in held for held in owned.values()):
+                    contents.pop(before or 0, None)
                     contents[block] = content
-                pool.publish(block, content)
+                assert contents.get(pool.publish(block, content)) == content
         elif action == "hit" and contents:
             block, content = rng.choice(list(contents.items()))
             assert pool.lookup(content) == block
