@@ -15,6 +15,8 @@ from sidestream.ops.kda.torch_impl import L2_EPS
 
 CHANNELS = 1024
 """Of one token that a program gates or keeps; half as many are convolved, of several tokens."""
+HEAD_CHANNELS = 256
+"""Of several tokens that a program convolves and normalises, whole heads."""
 TOKENS = 8
 """That a program convolves: they share most of their inputs."""
 
@@ -64,7 +66,9 @@ def _launch(
     C = x.shape[1]
     planes = 3 if unit else 1
     if tokens > first:
-        _convolve[(triton.cdiv(tokens - first, TOKENS), triton.cdiv(C, CHANNELS // 2))](
+        block = max(HEAD_CHANNELS, unit) if unit else CHANNELS // 2
+        blocks = planes * triton.cdiv(C // planes, block)
+        _convolve[(triton.cdiv(tokens - first, TOKENS), blocks)](
             x,
             state,
             weight,
@@ -76,19 +80,19 @@ def _launch(
             weight.stride(1),
             tokens,
             first,
-            C,
+            C // planes,
             L2_EPS,
             TAPS=plan.window,
             TOKENS=TOKENS,
-            BLOCK=CHANNELS // 2,
+            BLOCK=block,
             PLANES=planes,
             UNIT=unit,
-            num_warps=4,
+            num_warps=8 if unit else 4,
         )
     entries = plan.keep_tokens.shape[0] - kept
     if entries > 0:
-        places = (plan.keep_tokens[kept:], plan.keep_rows[kept:])
-        _keep[(entries, triton.cdiv(C, CHANNELS))](x, state, *places, x.stride(0), C, BLOCK=CHANNELS, num_warps=4)
+        grid = (entries, triton.cdiv(C, CHANNELS))
+        _keep[grid](x, state, plan.keep_tokens, plan.keep_rows, kept, x.stride(0), C, BLOCK=CHANNELS, num_warps=4)
 
 
 def gate(f: torch.Tensor, dt_bias: torch.Tensor, A_log: torch.Tensor, *, lower_bound: float | None) -> torch.Tensor:
@@ -136,7 +140,7 @@ def _convolve(
     weight_tap: tl.tensor,
     T: tl.tensor,
     first: tl.tensor,
-    C: tl.tensor,
+    width: tl.tensor,
     l2_eps: tl.tensor,
     TAPS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -145,10 +149,14 @@ def _convolve(
     UNIT: tl.constexpr,
 ) -> None:
     """Window rows: 0 for nothing, then the step's tokens, then the carried rows (``RingPlan``). The result is laid out
-    as ``PLANES`` times [T - first, C / PLANES]; all but the last are normalised over ``UNIT`` channels, if not 0."""
+    as ``PLANES`` times [T - first, width]; all but the last are normalised over ``UNIT`` channels, if not 0."""
     t = first + tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    real = (channel < C)[None, :]
+    C = PLANES * width
+    blocks = tl.cdiv(width, BLOCK)
+    plane = tl.program_id(1) // blocks
+    column = (tl.program_id(1) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    real = (column < width)[None, :]
+    channel = plane * width + column
     total = tl.zeros((TOKENS, BLOCK), dtype=tl.float32)
     for tap in tl.static_range(TAPS):
         source = tl.load(window_rows + t * TAPS + tap, mask=t < T, other=0)
@@ -158,31 +166,30 @@ def _convolve(
         token = tl.load(x + (source - 1)[:, None] * x_row + channel[None, :], mask=own, other=0.0)
         there = real & carried[:, None]
         past = tl.load(state + row[:, None] * C + channel[None, :], mask=there, other=0.0)
-        scale = tl.load(weight + channel * weight_channel + tap * weight_tap, mask=channel < C, other=0.0)
+        scale = tl.load(weight + channel * weight_channel + tap * weight_tap, mask=column < width, other=0.0)
         total += (token.to(tl.float32) + past.to(tl.float32)) * scale.to(tl.float32)[None, :]
     result = total * tl.sigmoid(total)
-    width = C // PLANES
-    plane = channel // width
     if UNIT > 0:
         heads = tl.reshape(result, (TOKENS, BLOCK // UNIT, UNIT))
         length = tl.rsqrt(tl.sum(heads * heads, axis=2, keep_dims=True) + l2_eps)
         shorter = tl.reshape(heads * length, (TOKENS, BLOCK))
-        result = tl.where((plane < PLANES - 1)[None, :], shorter, result)
-    place = (plane * (T - first) + t[:, None] - first) * width + channel % width
+        result = tl.where(plane < PLANES - 1, shorter, result)
+    place = (plane * (T - first) + t - first)[:, None] * width + column[None, :]
     tl.store(out + place, result.to(out.dtype.element_ty), mask=real & (t < T)[:, None])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["first"])  # type: ignore[untyped-decorator]
 def _keep(
     x: tl.tensor,
     state: tl.tensor,
     keep_tokens: tl.tensor,
     keep_rows: tl.tensor,
+    first: tl.tensor,
     x_row: tl.tensor,
     C: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    m = tl.program_id(0)
+    m = first + tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(x + tl.load(keep_tokens + m) * x_row + channel, mask=channel < C, other=0.0)
     row = tl.load(keep_rows + m)

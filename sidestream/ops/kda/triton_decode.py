@@ -1,24 +1,25 @@
-"""A decode step of Kimi Delta Attention in one Triton kernel: a program is one head of one row, its state in registers.
+"""A decode step of Kimi Delta Attention in two Triton kernels: low-rank products, then everything over the state.
 
 Floor: the state, read once and written once, 8 * D * D bytes a row and head: 8.4 MB a row at 64 heads of 128, so 2.0 us
 at batch 1, 16 at 8, 125 at 64 and 251 at 128 at 4.28 TB/s. All else is 1 % of that.
 
-A program loads its 64 KB of state first and convolves while they are on their way. What the new state recalls is taken
-from the old one, ``q (S + k e) = q S + (q k) e``, so that both products over the state happen in one pass before it
-changes. A head's channels of the convolution ring belong to its program alone, so the ring is read and then written
-here, though the row written is the oldest one read.
-
-Few rows leave the chip's multiprocessors idle: there each program also expands the head's two low-rank rows (64 KB of
-weights) instead of a batched product before it. Which it is depends on the number of padded rows, so bits do.
+The second kernel has one program a head of a row. It is launched to overlap with the first and waits for it only where
+it takes the products: before, it sends for its state and convolves. What the new state recalls is taken from the old
+one, ``q (S + k e) = q S + (q k) e``, so that both products over the state happen in one pass before it changes. The
+channels of a head in the convolution ring belong to its program alone, so the ring is read and then written here,
+though the row written is the oldest one read. Heads of 128 on Hopper go to ``triton_advance``, others to the kernel
+below.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.core.ring import RingPlan
 from sidestream.ops.kda.torch_impl import L2_EPS
@@ -27,25 +28,36 @@ from sidestream.ops.kda.triton_conv import log_decay
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How the kernel is launched.
+    """How the kernels are launched.
 
     Attributes:
-        expands: the low-rank rows itself.
-        columns: of the state that are worked on at once, while the next are on their way.
-        max_registers: a thread, None for as many as it takes.
+        ordered: the second kernel is that of ``triton_advance``.
+        num_warps: of the second kernel.
+        rows: of the step that a program of the first kernel takes: 1, or at least 16 for tensor cores.
+        outputs: of one head that it makes of them.
+        columns: of the state that the second kernel works on at once, while the next are on their way; if not ordered.
+        overlap: start the second kernel beside the first, where the device can.
     """
 
-    expands: bool
-    columns: int
+    ordered: bool
     num_warps: int
-    max_registers: int | None = None
+    rows: int = 16
+    outputs: int = 128
+    columns: int = 32
+    overlap: bool = True
 
 
-def launch_for(rows: int, heads: int) -> Launch:
-    """By the number of programs, as swept on an H200 with its 132 multiprocessors."""
-    if rows * heads <= 128:
-        return Launch(expands=True, columns=128, num_warps=8)
-    return Launch(expands=False, columns=64 if rows * heads <= 256 else 32, num_warps=4)
+def launch_for(rows: int, *, ordered: bool) -> Launch:
+    """By the number of rows: where they are few, what counts is that no multiprocessor waits for the first kernel."""
+    if rows == 1:
+        return Launch(ordered, num_warps=8 if ordered else 4, rows=1, outputs=32)
+    return Launch(ordered, num_warps=4, outputs=32 if rows <= 16 else 128)
+
+
+@cache
+def _hopper(device: torch.device) -> bool:
+    """Whether the device copies to shared memory on its own, and starts kernels before the one in front has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def takes(
@@ -76,22 +88,33 @@ def decode_step(
 ) -> torch.Tensor:
     """As ``decode.decode_step``, fp32 from the convolution to the norm; for what ``takes`` allows."""
     T, H, D = projected.shape[0], A_log.numel(), expand.shape[2]
+    hopper = _hopper(projected.device)
     if launch is None:
-        launch = launch_for(T, H)
-    if launch.expands:
-        expanded = projected  # not read
-    else:
-        low = projected[:, 3 * H * D : 3 * H * D + 2 * D].view(T, 2, D).transpose(0, 1)
-        expanded = torch.bmm(low, expand.transpose(1, 2))
+        launch = launch_for(T, ordered=hopper and D == 128 and plan.window <= 5)
+    overlap = launch.overlap and hopper
+    expanded = torch.empty(2, T, H * D, dtype=torch.float32, device=projected.device)
+    outputs = min(launch.outputs, D)
+    _expand[(2 * H * D // outputs, triton.cdiv(T, launch.rows))](
+        projected,
+        expand,
+        expanded,
+        projected.stride(0),
+        T,
+        H,
+        D=D,
+        ROWS=launch.rows,
+        OUTPUTS=outputs,
+        RELEASES=overlap,
+        NARROW=projected.is_cuda and projected.dtype != torch.float32,  # Triton's interpreter multiplies fp32 alone
+        num_warps=4,
+    )
     out = torch.empty(T, H * D, dtype=projected.dtype, device=projected.device)
-    limit = {} if launch.max_registers is None else {"maxnreg": launch.max_registers}
-    _decode_step[(H, T)](
+    arguments = (
         projected,
         conv_state,
         state,
         out,
         expanded,
-        expand,
         conv_weight,
         plan.carry_rows,
         plan.window_rows,
@@ -109,16 +132,55 @@ def decode_step(
         T * H * D,
         H,
         L2_EPS,
-        VERSIONS=state.shape[1],
-        D=D,
-        COLUMNS=min(launch.columns, D),
-        TAPS=plan.window,
-        BOUNDED=lower_bound is not None,
-        EXPANDS=launch.expands,
-        num_warps=launch.num_warps,
-        **limit,
+        state.shape[1],
+        D,
+        plan.window,
+        lower_bound is not None,
+        overlap,
     )
+    options: dict[str, bool] = {"launch_pdl": True} if overlap else {}
+    if launch.ordered:
+        from sidestream.ops.kda.triton_advance import advance
+
+        advance[(H, T)](*arguments, num_warps=launch.num_warps, **options)
+    else:
+        _advance[(H, T)](*arguments, min(launch.columns, D), num_warps=launch.num_warps, **options)
     return out
+
+
+@triton.jit(do_not_specialize=["T"])  # type: ignore[untyped-decorator]
+def _expand(
+    projected: tl.tensor,
+    expand: tl.tensor,
+    expanded: tl.tensor,
+    row: tl.tensor,
+    T: tl.tensor,
+    H: tl.tensor,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    RELEASES: tl.constexpr,
+    NARROW: tl.constexpr,
+) -> None:
+    """Low-rank rows times some of one head's outputs: [2, T, H * D] fp32."""
+    if RELEASES:
+        gdc_launch_dependents()
+    width = H * D
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    half = tl.program_id(0) * OUTPUTS // width
+    t = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    line = tl.arange(0, D)
+    weight = tl.load(expand + output[:, None] * D + line[None, :])
+    place = t[:, None] * row + 3 * width + half * D + line[None, :]
+    low = tl.load(projected + place, mask=(t < T)[:, None], other=0.0)
+    if ROWS == 1:
+        result = tl.sum(weight.to(tl.float32) * low.to(tl.float32), axis=1)[None, :]
+    elif NARROW:
+        result = tl.dot(low, tl.trans(weight))
+    else:
+        result = tl.dot(low.to(tl.float32), tl.trans(weight.to(tl.float32)), input_precision="ieee")
+    target = (half * T + t)[:, None] * width + output[None, :] - half * width
+    tl.store(expanded + target, result, mask=(t < T)[:, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -147,13 +209,12 @@ def convolved(
 
 
 @triton.jit(do_not_specialize=["expanded_part"])  # type: ignore[untyped-decorator]
-def _decode_step(
+def _advance(
     projected: tl.tensor,
     conv_state: tl.tensor,
     state: tl.tensor,
     out: tl.tensor,
     expanded: tl.tensor,
-    expand: tl.tensor,
     conv_weight: tl.tensor,
     carry_rows: tl.tensor,
     window_rows: tl.tensor,
@@ -173,11 +234,12 @@ def _decode_step(
     l2_eps: tl.tensor,
     VERSIONS: tl.constexpr,
     D: tl.constexpr,
-    COLUMNS: tl.constexpr,
     TAPS: tl.constexpr,
     BOUNDED: tl.constexpr,
-    EXPANDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ) -> None:
+    """Nothing that an earlier kernel of the step writes is read before ``gdc_wait``, except what came before both."""
     h = tl.program_id(0)
     t = tl.program_id(1).to(tl.int64)
     width = H * D
@@ -199,18 +261,6 @@ def _decode_step(
     window_rows += t * TAPS
     low = given + 3 * width
     beta = tl.sigmoid(tl.load(low + 2 * D + h).to(tl.float32))
-    if EXPANDS:
-        square = line[:, None] * D + line[None, :]
-        rows = tl.load(expand + h * D * D + square).to(tl.float32)
-        forget = tl.sum(rows * tl.load(low + line).to(tl.float32)[None, :], axis=1)
-        rows = tl.load(expand + (H + h) * D * D + square).to(tl.float32)
-        output_gate = tl.sum(rows * tl.load(low + D + line).to(tl.float32)[None, :], axis=1)
-    else:
-        forget = tl.load(expanded + t * width + channel).to(tl.float32)
-        output_gate = tl.load(expanded + expanded_part + t * width + channel).to(tl.float32)
-    rate = tl.exp(tl.load(a_log + h))
-    kept = tl.exp(log_decay(forget + tl.load(dt_bias + channel), rate, lower_bound, BOUNDED))
-
     x_q = tl.load(given + channel)
     x_k = tl.load(given + width + channel)
     x_v = tl.load(given + 2 * width + channel)
@@ -237,6 +287,12 @@ def _decode_step(
     tl.store(conv_state + keep * ring + channel, x_q)
     tl.store(conv_state + keep * ring + width + channel, x_k)
     tl.store(conv_state + keep * ring + 2 * width + channel, x_v)
+    if OVERLAP:
+        gdc_wait()
+    forget = tl.load(expanded + t * width + channel)
+    output_gate = tl.load(expanded + expanded_part + t * width + channel)
+    rate = tl.exp(tl.load(a_log + h))
+    kept = tl.exp(log_decay(forget + tl.load(dt_bias + channel), rate, lower_bound, BOUNDED))
     q = q * tl.rsqrt(tl.sum(q * q, axis=0) + l2_eps)
     k = k * tl.rsqrt(tl.sum(k * k, axis=0) + l2_eps)
 
