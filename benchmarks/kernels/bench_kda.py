@@ -1,53 +1,64 @@
-"""Time the KDA decode step on a GPU: every launch against the formula first, then graphs of 20 calls, then a table.
+"""Time KDA on a GPU, decode steps and prompts: every launch against the formula first, then a table.
 
     python benchmarks/kernels/bench_kda.py [results.json]
 
-The shape is GLM-5.3-Flash's: 64 heads of 128, bf16, fp32 state. Floor: the state of each row read once and written once
-(8.4 MB) at 4.28 TB/s. Expected of the best launch: 4.5 us at batch 1 (the floor is 2.0, latency is the rest), 20 at 8,
-68 at 32, 132 at 64, 262 at 128.
+The shape is GLM-5.3-Flash's: 64 heads of 128, bf16, fp32 state. Floor of a decode step: the state of each row read once
+and written once (8.4 MB) at 4.28 TB/s; times are medians of replayed graphs of 20 calls. Beside it stands what a kernel
+that only scales the states in place takes: nothing that reads and writes them all can be faster. Floor of a prompt's
+chunked product: see ``triton_chunked``; times are medians of eager calls.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 from sidestream.core.ring import plan_ring
-from sidestream.ops.kda import decode, reference
+from sidestream.ops.kda import mixed_step, reference, torch_chunked, torch_impl, triton_chunked
+from sidestream.ops.kda.torch_impl import ForgetGate
 from sidestream.ops.kda.triton_decode import Launch, decode_step, launch_for
-from sidestream.ops.kda.triton_recurrent import recurrent
 
 HEADS, DIM, WINDOW = 64, 128, 4
 BYTES_PER_S = 4.28e12
 BARS = {1: 8.0, 64: 1.1 * 125.4, 128: 1.1 * 250.9}
-"""Microseconds, from the convolution to the gated norm."""
-CALLS, REPLAYS, BUDGET_S = 20, 25, 52.0
+"""Microseconds of a decode step, from the convolution to the gated norm."""
+PROMPT, PROMPT_BAR_MS = 8192, 2.5
+"""Tokens, and what the token mixing of one layer may take for them."""
+CALLS, REPLAYS, BUDGET_S = 20, 25, float(os.environ.get("BENCH_SECONDS", "50"))
 L2_BYTES = 100e6
 WORST = 0.02
 """Relative error in norm: bf16 results against fp32 ones."""
 
-FEW = [Launch(True, c, w) for c, w in ((128, 8), (64, 8), (32, 4), (32, 8), (128, 16))]
-MANY = [
-    Launch(False, c, w, limit)
-    for c, w, limit in (
-        (32, 4, None),
-        (16, 4, None),
-        (16, 4, 80),
-        (32, 8, None),
-        (32, 8, 80),
-        (32, 4, 96),
-        (64, 8, None),
-        (64, 8, 128),
-        (64, 4, None),
-        (128, 8, None),
-    )
+SWEEP = [
+    Launch(True, 4, rows=16, outputs=128),
+    Launch(True, 4, rows=16, outputs=32),
+    Launch(True, 8, rows=16, outputs=32),
+    Launch(True, 8, rows=16, outputs=128),
+    Launch(True, 4, rows=1, outputs=32),
+    Launch(True, 8, rows=1, outputs=32),
+    Launch(True, 4, rows=16, outputs=128, overlap=False),
+    Launch(False, 4, rows=16, outputs=128),
+    Launch(False, 4, rows=1, outputs=32, columns=64),
+]
+CHUNKS = [
+    triton_chunked.Launch(),
+    triton_chunked.Launch(piece=64, chunk_registers=255),
+    triton_chunked.Launch(scan_warps=4),
+    triton_chunked.Launch(columns=32, scan_warps=4),
+    triton_chunked.Launch(columns=128, scan_warps=8, stages=1),
+    triton_chunked.Launch(stages=3),
 ]
 
 
@@ -87,20 +98,6 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float(difference.nan_to_num(float("inf")))
 
 
-def check(launches: list[Launch]) -> dict[str, float]:
-    """Largest relative error of output and state by launch."""
-    base = arguments(3, seed=1)
-    truth = on_cpu(base)
-    want = reference.decode_step(**truth)
-    errors = {}
-    for launch in launches:
-        mine = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in base.items()}
-        out = decode_step(**mine, launch=launch)
-        errors[str(launch)] = max(error(out, want), error(mine["state"][1:], truth["state"][1:]))
-        assert torch.equal(mine["conv_state"].cpu(), truth["conv_state"]), launch
-    return errors
-
-
 def timed(call: Callable[[dict[str, Any]], object], sets: list[dict[str, Any]]) -> float:
     """Median microseconds a call, in replays of a graph of ``CALLS`` over the sets in turn."""
     stream = torch.cuda.Stream()
@@ -123,59 +120,151 @@ def timed(call: Callable[[dict[str, Any]], object], sets: list[dict[str, Any]]) 
     return statistics.median(spans)
 
 
-def expand_alone(made: dict[str, Any]) -> torch.Tensor:
-    projected, width = made["projected"], 3 * HEADS * DIM
-    low = projected[:, width : width + 2 * DIM].view(-1, 2, DIM).transpose(0, 1)
-    return torch.bmm(low, made["expand"].transpose(1, 2))
+@triton.jit  # type: ignore[untyped-decorator]
+def _scale_states(state: tl.tensor, D: tl.constexpr, COLUMNS: tl.constexpr) -> None:
+    piece = tl.program_id(0).to(tl.int64)
+    column = (piece % (D // COLUMNS)) * COLUMNS + tl.arange(0, COLUMNS)
+    at = state + (piece // (D // COLUMNS)) * D * D + tl.arange(0, D)[:, None] * D + column[None, :]
+    tl.store(at, tl.load(at) * 0.999)
 
 
-def recurrent_alone(rows: int) -> Callable[[dict[str, Any]], torch.Tensor]:
-    g = -torch.rand(rows, 1, HEADS, DIM, device="cuda")
-    beta = torch.rand(rows, 1, HEADS, device="cuda").bfloat16()
+def scale_states(made: dict[str, Any]) -> None:
+    states = made["state"][1:]
+    _scale_states[(states.numel() // (DIM * 64),)](states, DIM, 64, num_warps=4)
 
-    def call(made: dict[str, Any]) -> torch.Tensor:
-        q, k, v = made["projected"][:, : 3 * HEADS * DIM].view(rows, 1, 3, HEADS, DIM).unbind(2)
-        rest = {name: made[name] for name in ("state", "slots", "start")}
-        return recurrent(q, k, v, g=g, beta=beta, **rest)
 
-    return call
+def check(launch: Launch) -> float:
+    """Largest relative error of output and state."""
+    base = arguments(3, seed=1)
+    truth = on_cpu(base)
+    want = reference.decode_step(**truth)
+    out = decode_step(**base, launch=launch)
+    assert torch.equal(base["conv_state"].cpu(), truth["conv_state"]), launch
+    return max(error(out, want), error(base["state"][1:], truth["state"][1:]))
+
+
+def prompt(tokens: int, heads: int, seed: int) -> tuple[dict[str, torch.Tensor], ForgetGate]:
+    gen = torch.Generator(device="cuda").manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", generator=gen)
+
+    q, k = torch.nn.functional.normalize(randn(2, tokens, heads, DIM), dim=-1).bfloat16().unbind(0)
+    made = {"q": q, "k": k, "v": randn(tokens, heads, DIM).bfloat16(), "forget": randn(tokens, heads, DIM).bfloat16()}
+    gate = ForgetGate(randn(heads * DIM), torch.rand(heads, device="cuda", generator=gen), -5.0)
+    return {**made, "beta": randn(tokens, heads).bfloat16()}, gate
+
+
+def check_chunks(launch: triton_chunked.Launch) -> float:
+    """Largest relative error of output and state: two sequences, one of them continuing."""
+    made, gate = prompt(700, 4, seed=5)
+    state = torch.randn(3, 1, 4, DIM, DIM, device="cuda")
+    truth, where = state.clone(), {"slots": [2, 1], "starts": [9, 0], "lengths": [630, 70]}
+    out = triton_chunked.chunked(**made, gate=gate, state=state, **where, launch=launch)
+    g = torch_impl.gate(made["forget"].flatten(1), gate.dt_bias, gate.A_log, lower_bound=gate.lower_bound)
+    exact = {name: made[name].float() for name in ("q", "k", "v")}
+    want = torch_chunked.chunked(**exact, g=g, beta=made["beta"].float().sigmoid(), state=truth, **where)
+    return max(error(out, want.cpu()), error(state[1:], truth[1:].cpu()))
+
+
+def first_run(launch: Launch | triton_chunked.Launch) -> tuple[float, str]:
+    """In a process of its own, so that launches compile side by side: (error, what went wrong)."""
+    try:
+        found = check(launch) if isinstance(launch, Launch) else check_chunks(launch)
+    except Exception as problem:  # noqa: BLE001  # a launch that cannot run is a result
+        return float("inf"), repr(problem)[:300]
+    return found, ""
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    call()
+    spans = []
+    for _ in range(5):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        spans.append(begin.elapsed_time(end))
+    return statistics.median(spans)
+
+
+def kernels(call: Callable[[], object]) -> dict[str, float]:
+    """Milliseconds a call of each kernel."""
+    call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    averages = [entry for entry in profile.key_averages() if entry.self_device_time_total > 0]
+    return {entry.key[:60]: entry.self_device_time_total / 1e3 for entry in averages}
+
+
+def time_decodes(launches: list[Launch], results: dict[str, Any], until: float) -> None:
+    for rows in (1, 64, 128, 8, 32, 16, 4, 2):
+        state_bytes = 8 * rows * HEADS * DIM * DIM
+        floor = state_bytes / BYTES_PER_S * 1e6
+        count = min(CALLS, max(2, int(L2_BYTES // (state_bytes // 2)) + 1))
+        sets, times = [arguments(rows, seed=i) for i in range(count)], {}
+        for launch in launches:
+            if time.monotonic() > until:
+                print(f"out of time: {launch} not timed at batch {rows}")
+            elif launch.rows > 1 or rows <= 8:
+                times[str(launch)] = timed(lambda made, launch=launch: decode_step(**made, launch=launch), sets)
+        parts = {"states scaled in place": timed(scale_states, sets)}
+        chosen = times.get(str(launch_for(rows, ordered=True)))
+        results["shapes"][rows] = {"floor_us": floor, "bar_us": BARS.get(rows), "us": times, "parts_us": parts}
+        bar = f"{BARS[rows]:.1f}" if rows in BARS else "-"
+        now = f"{chosen:.2f}" if chosen is not None else "-"
+        print(f"batch {rows}: floor {floor:.1f} us, bar {bar} us, launch_for {now} us, {parts}")
+        for name, value in sorted(times.items(), key=lambda item: item[1]):
+            print(f"  {value:8.2f} us  {value / floor:5.2f} x floor  {name}")
+        del sets
+
+
+def time_prompts(launches: list[triton_chunked.Launch], results: dict[str, Any]) -> None:
+    made, gate = prompt(PROMPT, HEADS, seed=0)
+    state = torch.zeros(2, 1, HEADS, DIM, DIM, device="cuda")
+    where = {"slots": [1], "starts": [0], "lengths": [PROMPT]}
+    for launch in launches:
+
+        def run(launch: triton_chunked.Launch = launch) -> object:
+            return triton_chunked.chunked(**made, gate=gate, state=state, **where, launch=launch)
+
+        found = {"ms": milliseconds(run), "kernels_ms": kernels(run)}
+        results["chunked"][str(launch)] = found
+        print(f"  {found['ms']:.3f} ms  {launch}  {found['kernels_ms']}")
+    base = arguments(1, seed=0)
+    plan = plan_ring([0], [PROMPT], [1], window=WINDOW, ring_length=WINDOW - 1, device=torch.device("cuda"))
+    row = base["projected"].shape[1]
+    step = {**base, "projected": torch.randn(PROMPT, row, device="cuda").bfloat16(), "plan": plan, "decodes": 0}
+    step |= {"start": torch.zeros(1, dtype=torch.int64, device="cuda"), "slots": torch.tensor([1], device="cuda")}
+    step |= {"host_slots": [1], "starts": [0], "lengths": [PROMPT]}
+    whole = {"ms": milliseconds(lambda: mixed_step(**step)), "kernels_ms": kernels(lambda: mixed_step(**step))}
+    results["mixed_step"] = whole
+    print(f"mixed step of {PROMPT} tokens: {whole['ms']:.3f} ms, bar {PROMPT_BAR_MS} ms, {whole['kernels_ms']}")
 
 
 def main() -> None:
     began = time.monotonic()
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "shapes": {}}
-    results["errors"] = check(FEW + MANY)
-    print(f"checked {len(FEW + MANY)} launches: worst relative error {max(results['errors'].values()):.1e}")
-    assert max(results["errors"].values()) < WORST, results["errors"]
-    for rows in (1, 64, 128, 8, 32, 4, 2):
-        state_bytes = 8 * rows * HEADS * DIM * DIM
-        floor = state_bytes / BYTES_PER_S * 1e6
-        count = min(CALLS, max(2, int(L2_BYTES // (state_bytes // 2)) + 1))
-        sets = [arguments(rows, seed=i) for i in range(count)]
-        times = {}
-        for launch in (FEW if rows <= 8 else []) + MANY:
-            if time.monotonic() - began > BUDGET_S:
-                print(f"out of time: {launch} not timed at batch {rows}")
-                continue
-            times[str(launch)] = timed(lambda made, launch=launch: decode_step(**made, launch=launch), sets)
-        parts = {
-            "low-rank products alone": timed(expand_alone, sets),
-            "recurrent alone": timed(recurrent_alone(rows), sets),
-        }
-        if rows in (1, 64):
-            parts["torch composition"] = timed(lambda made: decode.decode_step(**made), sets)
-        chosen = times.get(str(launch_for(rows, HEADS)))
-        results["shapes"][rows] = {"floor_us": floor, "bar_us": BARS.get(rows), "us": times, "parts_us": parts}
-        bar = f"{BARS[rows]:.1f}" if rows in BARS else "-"
-        now = f"{chosen:.2f}" if chosen is not None else "-"
-        print(f"\nbatch {rows}: floor {floor:.1f} us, bar {bar} us, launch_for {now} us")
-        for name, value in sorted(times.items(), key=lambda item: item[1])[:6]:
-            print(f"  {value:8.2f} us  {value / floor:5.2f} x floor  {name}")
-        print("  " + ", ".join(f"{name} {value:.2f} us" for name, value in parts.items()))
-        del sets
-    print(f"\n{time.monotonic() - began:.0f} s")
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps(results, indent=1) + "\n")
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    results |= {"shapes": {}, "chunked": {}}
+    launches = [*CHUNKS, *SWEEP]
+    with ProcessPoolExecutor(min(15, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        found = dict(zip(map(str, launches), pool.map(first_run, launches), strict=True))
+    results["errors"] = {name: value for name, (value, _) in found.items()}
+    for name, (value, problem) in found.items():
+        if not value < WORST:
+            print(f"WRONG by {value:.1e}: {name} {problem}")
+    right = [launch for launch in launches if found[str(launch)][0] < WORST]
+    worst = max((found[str(launch)][0] for launch in right), default=0.0)
+    print(f"{len(right)} of {len(launches)} launches are right, to {worst:.1e}; {time.monotonic() - began:.0f} s")
+    try:
+        time_prompts([launch for launch in right if not isinstance(launch, Launch)], results)
+        time_decodes([launch for launch in right if isinstance(launch, Launch)], results, began + BUDGET_S)
+    finally:
+        print(f"{time.monotonic() - began:.0f} s")
+        if len(sys.argv) > 1:
+            Path(sys.argv[1]).write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
