@@ -147,8 +147,10 @@ class SparseMLAIndexGroup:
 
     @property
     def inline(self) -> bool:
-        """Whether this step resolves on the current stream: it has more rows than the persistent buffers, or there is
-        no side stream."""
+        """Whether this step resolves on the current stream: it has more rows than the persistent buffers, there is
+        no side stream, or rows are fetched to places that layers share."""
+        if self.fetcher is not None and self.fetcher.needs_one_stream:
+            return True
         return self._side is None or self._rows > self._decode_buffers[0].shape[0]
 
     def begin_step(self, rows: int) -> None:

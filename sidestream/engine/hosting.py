@@ -89,4 +89,4 @@ def open_hisparse(
 def _watermark(config: ResolvedConfig, places: int) -> int:
     """Free places below which blocks leave ahead of need: for one largest step, or an eighth of all."""
     tokens = config.max_num_batched_tokens
-    return min(-(-tokens // config.block_size) + config.max_num_seqs, places // 8)
+    return min(-(-tokens // config.block_size) + config.max_num_seqs, max(places // 8, 1))

@@ -25,9 +25,7 @@ def test_the_same_bits_with_a_device_of_a_few_blocks(model: str, tmp_path: Path)
     for sequence, rows in zip(sequences, want, strict=True):
         assert (rows - oracle_logprobs(oracle, sequence)).abs().max() < PARITY_LOGPROB
     for factor in (1, 2, 4):
-        pressed = Harness(
-            tmp_path, **PRESSED, hisparse_host_memory=host_memory(tmp_path), hisparse_hot_factor=factor
-        )
+        pressed = Harness(tmp_path, **PRESSED, hisparse_host_memory=host_memory(tmp_path), hisparse_hot_factor=factor)
         open_blocks(pressed, factor)
         got = pressed.run(sequences, schedule)
         placement = placement_of(pressed.built)

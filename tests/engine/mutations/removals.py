@@ -28,7 +28,7 @@ from tests.engine.mutations.fault import (
     READ_EARLY,
     REWRITTEN,
 )
-from tests.engine.mutations.findings import Finding, LostOverlap, Refused, Unordered
+from tests.engine.mutations.findings import Finding, LostOverlap, OtherTokens, Refused, Unordered
 from tests.engine.mutations.sites import Edit
 from tests.engine.mutations.subject import Workload
 
@@ -52,6 +52,11 @@ ON_DEFAULT_STREAM = Removal(NONE, Unordered("write after write", "wire_runner", 
 READ_EARLY_EAGERLY = Removal(NONE, READ_EARLY)
 POOLS_UNWRITTEN = Removal(NONE, Unordered("read after write", "_blocks", "_scores"))
 
+HOSTED = Workload("none", hisparse=True)
+HISPARSE = "cache/hisparse.py HiSparseRuntime"
+BEGINS = f"{HISPARSE}.begin_step"
+NO_SPILL = Refused(HandoffError, ("KV rows of the last step", "copies of blocks that leave", "never published"))
+UNHOSTED = OtherTokens()
 UNREAD = Removal(NONE, Unordered("read after write", "keep", "read"))
 
 REMOVALS: dict[str, Removal] = {
@@ -86,6 +91,18 @@ REMOVALS: dict[str, Removal] = {
     "graphs/runner.py GraphRunner.replay: captured.replay(inputs.static_tensors() if self.debug else None)": (
         Removal(PIECES, UNWRITTEN)
     ),
+    f"{GROUP} SparseMLAIndexGroup._fetch_ahead: ready.publish()": Removal(
+        HOSTED, Refused(HandoffError, ("copies for layer 0", "attention of layer 0", "never published"))
+    ),
+    f"{RESOLVES}: self.rows_ready[layer].wait()": Removal(HOSTED, Unordered("read after write", "copy_rows")),
+    f"{BEGINS}: self._rows_written.publish()": Removal(HOSTED, NO_SPILL),
+    f"{BEGINS}: self._streams.backend.use(self._side or self._streams.compute)": Removal(
+        HOSTED, LostOverlap("blocks that left")
+    ),
+    f"{BEGINS}: self._rows_written.wait()": Removal(HOSTED, Unordered("read after write", "", "_copy_out")),
+    f"{BEGINS}: self._left.publish()": Removal(HOSTED, Refused(HandoffError, ("blocks that left", "never published"))),
+    f"{HISPARSE}.end_step: self._left.wait()": Removal(HOSTED, Unordered("write after read", "_copy_out")),
+    "engine/runner.py ModelRunner.forward: self.hisparse.begin_step(chunks)": Removal(HOSTED, UNHOSTED),
     "layers/indexer.py Indexer._select: context.index_sink.set_logical_topk_ready(self.layer)": NEVER_PUBLISHED,
     "streams/handoff.py Handoff.publish: backend.record(mark)": READ_EARLY_EAGERLY,
     "streams/handoff.py Handoff.publish: backend.record(mark) #2": Removal(PIECES, READ_EARLY),

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from sidestream.config.engine import EngineConfig
 from sidestream.core.request import Request
 from sidestream.core.sampling_params import SamplingParams
-from sidestream.engine import build
+from sidestream.engine import build, hosting
 from sidestream.engine.core import EngineCore
 from sidestream.engine.runner import StepOutput
 from sidestream.errors import GraphError, HandoffError
@@ -30,7 +31,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name to architecture and overrides: a group with a follower; another behind it; linear attention before a group."""
 
 PROMPTS = ((5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), (9, 8, 7))
+LONG_PROMPTS = (tuple(range(5, 66)), (9, 8, 7))
+"""The first fills more blocks than a device under pressure has."""
 NEW_TOKENS = 4
+HOSTED_PLACES = 6
 
 FAILURES = (HandoffError, GraphError, AssertionError, RuntimeError)
 """What a fault may be refused with; the last are the device's and torch's."""
@@ -38,7 +42,7 @@ FAILURES = (HandoffError, GraphError, AssertionError, RuntimeError)
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One way to serve the fixed requests."""
+    """One way to serve the fixed requests; with ``hisparse``, longer ones on a device that is short of room."""
 
     mode: str
     model: str = "DS"
@@ -46,10 +50,12 @@ class Workload:
     seed: int = 0
     policy: str = "auto"
     debug: bool = True
+    hisparse: bool = False
 
     def __str__(self) -> str:
         policy = "" if self.policy == "auto" else f", policy {self.policy}"
-        return f"{self.model} {self.mode}, {self.order.value} {self.seed}{policy}"
+        hosted = ", hisparse" if self.hisparse else ""
+        return f"{self.model} {self.mode}, {self.order.value} {self.seed}{policy}{hosted}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +115,17 @@ def _serve(model: Path, work: Workload, backend: SimulatedBackend) -> tuple[tupl
         graph_debug=work.debug,
         max_num_seqs=2,
         max_num_batched_tokens=4,
-        max_model_len=32,
+        max_model_len=96 if work.hisparse else 32,
         block_size=8,
-        num_blocks=8,
+        num_blocks=HOSTED_PLACES if work.hisparse else 8,
         memory_limit="1GiB",
+        hisparse_host_memory="64KiB" if work.hisparse else None,
+        hisparse_hot_factor=1,
     )
-    built = build.build_engine(model, config, backend=backend)
+    with pytest.MonkeyPatch.context() as patch:
+        # Blocks leave as soon as they are full, so that one leaves in the step behind that which wrote it.
+        patch.setattr(hosting, "_watermark", lambda config, places: HOSTED_PLACES - 2)
+        built = build.build_engine(model, config, backend=backend)
     core = EngineCore(built)
     hidden: list[torch.Tensor] = []
     forward = built.runner.forward
@@ -136,7 +147,8 @@ def _serve(model: Path, work: Workload, backend: SimulatedBackend) -> tuple[tupl
     built.runner.forward = keep  # type: ignore[method-assign]
     core._sample = look  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=2)
-    waiting = [Request(str(i), p, params, i, NEW_TOKENS, frozenset(), ()) for i, p in enumerate(PROMPTS)]
+    prompts = LONG_PROMPTS if work.hisparse else PROMPTS
+    waiting = [Request(str(i), p, params, i, NEW_TOKENS, frozenset(), ()) for i, p in enumerate(prompts)]
     core.add(waiting.pop(0))
     made: list[Any] = []
     while core.has_work():
@@ -144,7 +156,8 @@ def _serve(model: Path, work: Workload, backend: SimulatedBackend) -> tuple[tupl
         made += [(output.request_id, output.token_id, output.logprobs) for output in outputs]
         if outputs and waiting:
             core.add(waiting.pop())
-    groups = [handoff for group in built.runner.attention.groups for handoff in vars(group).values()]
+    holders: list[object] = [*built.runner.attention.groups, built.runner.hisparse]
+    groups = [handoff for holder in holders if holder is not None for handoff in vars(holder).values()]
     handoffs = [
         (h.name, h._last.stream.name if h._last else "", {kind.value: n for kind, n in h.waits.items()})
         for h in groups
