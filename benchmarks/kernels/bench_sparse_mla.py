@@ -94,7 +94,7 @@ def variants(shape: Shape) -> list[Launch]:
     chosen = choose_launch(shape.tokens, shape.heads, shape.width, layout_of(shape.layout, shape.rope), MAX_SPLITS)
     found = [chosen]
     if chosen.splits > 1:
-        found.append(replace(chosen, splits=-(-chosen.splits // 2)))
+        found += [replace(chosen, splits=-(-chosen.splits * share // 6)) for share in (3, 4)]
     if shape.tokens <= 8 or shape.heads < 32:
         for block_h, block_n, stages, warps, parted in SMALL:
             blocks = shape.tokens * -(-shape.heads // block_h)
