@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sidestream.core.segment import Segment
-from sidestream.ops.dense_mla import decode, dense_mla_decode, torch_impl, triton_mixed
+from sidestream.ops.dense_mla import decode, dense_mla, dense_mla_decode, torch_impl, triton_mixed
 from sidestream.ops.dense_mla.triton_decode import dense_mla_decode as launched
 from sidestream.ops.kv_rows import KVRowLayout, kv_row_layout, pack_rows
 from sidestream.ops.sparse_mla.triton_launch import Launch
@@ -174,3 +174,18 @@ def test_mixed_steps(
     row = want.norm(dim=2, keepdim=True)
     assert ((out.float() - want) / row).norm(dim=2).max() <= BF16_STEPS
     assert (lse - want_lse).abs().max() <= BF16_STEPS
+
+
+@pytest.mark.parametrize(("name", "p"), [("bf16", 64), ("fp8_ds_mla", 64), ("mxfp8", 0)])
+def test_real_sizes_never_run_in_torch(name: str, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch_impl, "dense_mla")
+    monkeypatch.delattr(decode, "dense_mla_decode")
+    layout = layout_of(name, p)
+    step = Step([70, 3, 2000], layout, 32, columns=40)
+    out, _ = step.run()
+    assert out.isfinite().all()
+    segments = [Segment(0, 1, 0, 69), Segment(1, 1, 1, 2), Segment(2, 1000, 2, 1000)]
+    q = torch.randn(1002, 32, LATENT + p, device="cuda").bfloat16()
+    named = {"block_table": step.block_table, "block_size": BLOCK, "scale": SCALE, "layout": layout}
+    mixed, _ = dense_mla(q, step.pool, segments=segments, num_decode=2, **named)
+    assert mixed.isfinite().all()

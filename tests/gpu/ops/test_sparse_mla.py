@@ -164,3 +164,19 @@ def test_fp32_queries_run_in_torch() -> None:
     out, _ = sparse_mla(q, pool, rows, counts=counts, scale=SCALE, layout=layout)
     want, _ = torch_impl.sparse_mla(q, pool, rows, counts=counts, scale=SCALE, layout=layout)
     assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize(("name", "p"), LAYOUTS)
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (64, 128), (3000, 64), (70_000, 1)])
+def test_real_sizes_never_run_in_torch(
+    name: str, p: int, tokens: int, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decodes, prefills, and more tokens than a grid's second dimension could hold."""
+    monkeypatch.delattr(torch_impl, "sparse_mla")
+    layout = layout_of(name, p)
+    rows, counts = draw_rows([33, 5])
+    rows, counts = rows.repeat(-(-tokens // 2), 1)[:tokens], counts.repeat(-(-tokens // 2))[:tokens]
+    q = queries(tokens, heads, layout)
+    out, _ = sparse_mla(q, pool_of(layout, rows[:2]), rows, counts=counts, scale=SCALE, layout=layout)
+    assert out.isfinite().all()
+    assert out[-1].any()
