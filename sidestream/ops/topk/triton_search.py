@@ -1,9 +1,9 @@
 """Triton pieces of an exact top-k: scores as ordered integers, the search for the threshold, places in index order.
 
 The threshold is searched by counting: an interval of keys is cut in three by two thresholds whose counts come from one
-reduction, until a threshold separates exactly k entries or the interval is one key wide. Thresholds are guessed, first
-from mean and deviation, as if scores were normal, then by interpolation between the ends; a guess that does not pay is
-followed by a round of equal thirds, so that 42 rounds are enough whatever the scores are. Normal ones take 5.
+reduction, until a threshold separates exactly k entries or the interval is one key wide. The first two lie close
+around where mean and deviation put the wanted quantile of a normal variable, the others at thirds: about 6 rounds for
+index scores instead of 11, and never more than 22.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -15,10 +15,9 @@ import triton.language as tl
 
 LOWEST = tl.constexpr(-(2**31))
 """Key of NaN and of what a row does not see; no number has it."""
-_HIGHEST = tl.constexpr(0x7F800001)
-"""Above every key: that of infinity is one less."""
+_HIGHEST = tl.constexpr(2**31 - 1)
 _SPREAD = tl.constexpr(0.1)
-"""Deviations that a quantile may lie off the normal distribution's, for the first guess to hold it."""
+"""Deviations that the first two thresholds lie off the guess."""
 
 
 @triton.jit
@@ -27,15 +26,6 @@ def ordered_keys(scores):
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return tl.where(scores == scores, ordered, LOWEST)
-
-
-@triton.jit
-def _value(keys):
-    """What has these keys, and whether it is a number that can be squared and summed; 0.0 where it is not."""
-    bits = keys ^ ((keys >> 31) & 0x7FFFFFFF)
-    values = bits.to(tl.float32, bitcast=True)
-    usable = tl.abs(values) < 1e16
-    return tl.where(usable, values, 0.0), usable
 
 
 @triton.jit
@@ -49,67 +39,57 @@ def _deviate(share):
 
 
 @triton.jit
-def threshold_of(keys, valid, least, most):
+def _joined(low, high, total, square, other_low, other_high, other_total, other_square):
+    return tl.minimum(low, other_low), tl.maximum(high, other_high), total + other_total, square + other_square
+
+
+@triton.jit
+def threshold_of(keys, seen, valid, least, most):
     """A key that at least ``least`` and, unless equal scores forbid it, at most ``most`` of ``keys`` reach.
 
     Args:
-        keys: [BLOCK] int32, BLOCK at most 32,768; ``LOWEST`` where not seen.
+        keys: [BLOCK] int32, BLOCK at most 32,768; ``LOWEST`` where not ``seen``.
+        seen: [BLOCK] bool.
         valid: number of seen keys.
         least, most: 1 to ``valid``.
     Returns:
-        low, high, count, above: count(keys >= low) = count >= least > above = count(keys >= high), where ``count``
-        leaves out keys that are not seen; either count is at most ``most``, or high = low + 1.
+        low, high, above: count(keys >= low) >= least > above = count(keys >= high). The first is at most ``most``, or
+        high = low + 1. Keys that are not seen are not counted.
     """
-    values, _ = _value(keys)
-    mean = tl.sum(values, axis=0) / valid
-    deviation = tl.sqrt(tl.maximum(tl.sum(values * values, axis=0) / valid - mean * mean, 0.0))
-    wanted = (least + most) * 0.5
-    z = _deviate(wanted / valid)
+    z = _deviate((least + most) * 0.5 / valid)
+    values = (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    values = tl.where(tl.abs(values) < 1e16, values, 0.0)  # neither NaN nor what has no square
+    lows = tl.where(seen, keys, _HIGHEST)
+    lowest, highest, total, square = tl.reduce((lows, keys, values, values * values), 0, _joined)
+    mean = total / valid
+    deviation = tl.sqrt(tl.maximum(square / valid - mean * mean, 0.0))
+    low, high = lowest.to(tl.int64), highest.to(tl.int64) + 1
     first = ordered_keys(mean + (z - _SPREAD) * deviation).to(tl.int64)
-    second = tl.maximum(ordered_keys(mean + (z + _SPREAD) * deviation).to(tl.int64), first + 1)
-    low = valid.to(tl.int64) * 0 + LOWEST
-    high = low - LOWEST + _HIGHEST
+    second = ordered_keys(mean + (z + _SPREAD) * deviation).to(tl.int64)
+    guess = (first > low) & (first < second) & (second < high)
     count = valid
     above = valid * 0
-    guess = count > 0
     while (high - low > 1) & (count > most):
         width = high - low
-        guess = guess & (first > low) & (second < high)
-        # Else about a third and two thirds; the upper one lies inside the interval whatever its width.
-        first = tl.where(guess, first, low + ((width * 21845) >> 16))
-        second = tl.where(guess, second, low + ((width * 43691) >> 16))
+        # About a third and two thirds; the upper one lies inside the interval whatever its width.
+        third = tl.where(guess, first, low + ((width * 21845) >> 16))
+        two_thirds = tl.where(guess, second, low + ((width * 43691) >> 16))
+        guess = count < 0
         # Both counts in one word: neither passes 32,768.
-        at_first = (keys >= first.to(tl.int32)).to(tl.int32)
-        at_second = (keys >= second.to(tl.int32)).to(tl.int32)
-        both = tl.sum(at_first + (at_second << 16), axis=0)
+        at_third = (keys >= third.to(tl.int32)).to(tl.int32)
+        at_two = (keys >= two_thirds.to(tl.int32)).to(tl.int32)
+        both = tl.sum(at_third + (at_two << 16), axis=0)
         lower, upper = both & 0xFFFF, (both >> 16) & 0xFFFF
-        # At the lower end hidden entries may equal LOWEST: what is counted there is not the count of seen ones.
-        count = tl.where(upper >= least, upper, tl.where((lower >= least) & (first > low), lower, count))
-        above = tl.where(upper >= least, above, tl.where(lower >= least, upper, lower))
-        high = tl.where(upper >= least, high, tl.where(lower >= least, second, first))
-        low = tl.where(upper >= least, second, tl.where(lower >= least, first, low))
-        guess = (guess == 0) | ((high - low) * 3 < width)
-        # Where the wanted count lies between the ends, give or take about the deviation of counts as they are there.
-        inside = (count - above).to(tl.float32)
-        at, margin = (count - wanted) / inside, 0.5 / tl.sqrt(inside)
-        bottom, has_bottom = _value(low.to(tl.int32))
-        top, has_top = _value(high.to(tl.int32))
-        lower_guess = bottom + (top - bottom) * (at - margin)
-        upper_guess = bottom + (top - bottom) * (at + margin)
-        # An end that is no number: on from the other.
-        lower_guess = tl.where(has_top, lower_guess, bottom + 0.5 * deviation)
-        upper_guess = tl.where(has_top, upper_guess, bottom + 2.0 * deviation)
-        lower_guess = tl.where(has_bottom, lower_guess, top - 2.0 * deviation)
-        upper_guess = tl.where(has_bottom, upper_guess, top - 0.5 * deviation)
-        first, second = ordered_keys(lower_guess).to(tl.int64), ordered_keys(upper_guess).to(tl.int64)
-        # Between ends of one sign keys are nearly logarithms, which suits long tails.
-        alike = has_bottom & has_top & ((low < 0) == (high < 0))
-        size = (high - low).to(tl.float32)
-        first = tl.where(alike, low + (size * (at - margin)).to(tl.int64), first)
-        second = tl.where(alike, low + (size * (at + margin)).to(tl.int64), second)
-        first = tl.maximum(first, low + 1)
-        second = tl.maximum(tl.minimum(second, high - 1), first + 1)
-    return low, high, count, above
+        if upper >= least:
+            low = two_thirds
+            count = upper
+        else:
+            high = tl.where(lower >= least, two_thirds, third)
+            above = tl.where(lower >= least, upper, lower)
+            # At the lower end hidden entries may equal LOWEST: what is counted there is not the count of seen ones.
+            count = tl.where((lower >= least) & (third > low), lower, count)
+            low = tl.where(lower >= least, third, low)
+    return low, high, above
 
 
 @triton.jit
@@ -118,13 +98,13 @@ def places_of_best(keys, seen, valid, picks):
 
     Args:
         keys: [BLOCK] int32, BLOCK at most 32,768; ``LOWEST`` where not ``seen``.
-        seen: [BLOCK] bool, a prefix.
+        seen: [BLOCK] bool; a prefix, unless no key that is seen is ``LOWEST``.
         valid: number of seen entries.
         picks: 1 to ``valid``.
     Returns:
         chosen [BLOCK] bool and places [BLOCK] int32, which mean something where chosen.
     """
-    low, high, _, above = threshold_of(keys, valid, picks, picks)
+    low, high, above = threshold_of(keys, seen, valid, picks, picks)
     # All above the band are taken, and of the band the first: it is one key wide, or holds just as many as are needed.
     top = (high - 1).to(tl.int32)
     over = keys > top
@@ -156,5 +136,5 @@ def key_of_sample(scores, scores_col, valid, picks, SAMPLE: tl.constexpr):
     keys = ordered_keys(tl.load(scores + place * scores_col))
     mean = picks * (SAMPLE * 1.0) / valid
     least = tl.minimum((mean + 5.0 * tl.sqrt(mean) + 2.0).to(tl.int32), SAMPLE)
-    low, _, _, _ = threshold_of(keys, least * 0 + SAMPLE, least, least + least // 3)
+    low, _, _ = threshold_of(keys, step >= 0, least * 0 + SAMPLE, least, least + least // 3)
     return low.to(tl.int32)

@@ -1,10 +1,10 @@
 """Triton top-k of score rows: short rows in one program's registers, long ones filtered by a threshold first.
 
 A long row is sampled at places spread over it. Where the sample says that a few more entries than are picked reach a
-key, all that reach it are kept, in index order, by one or several programs, and the one that finishes last picks the
-best among them exactly. The sample decides only what is looked at: should fewer entries than are picked reach the key,
-or more than are held at once, that program goes through the whole row instead, keeping the best so far. Programs
-beyond a row's true length leave at once, so that a graph captured for the longest row costs what is there.
+key, all that reach it are kept, in index order, by one or several programs; the one that finishes last, or a second
+launch, picks the best among them exactly. The sample decides only what is looked at: should fewer entries than are
+picked reach the key, or more than are held at once, the whole row is gone through instead, keeping the best so far.
+Programs beyond a row's true length leave at once, so that a graph captured for the longest row costs what is there.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.ops.topk import torch_impl
+from sidestream.ops.topk.triton_emit import emit, everything, unfinished
 from sidestream.ops.topk.triton_search import LOWEST, key_of_sample, ordered_keys, places_of_best
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -42,6 +43,7 @@ class SelectPlan:
         tile: entries that a program filters at a time, a power of two.
         sample: entries that the threshold is estimated from, a power of two.
         splits: programs a row, at most 32.
+        warps, pick_warps: of these programs and of the one that picks in a second launch.
         pdl: launch while the kernel before still runs (programmatic dependent launch), and wait for it there.
     """
 
@@ -51,6 +53,7 @@ class SelectPlan:
     sample: int
     splits: int
     warps: int
+    pick_warps: int = 8
     pdl: bool = False
 
 
@@ -70,7 +73,7 @@ def select_plan(entries: int, picks: int, *, rows: int) -> SelectPlan | None:
     tiles = triton.cdiv(entries, tile)
     splits = max(1, min(tiles, _ENOUGH_PROGRAMS // rows, MAX_SPLITS))
     splits = triton.cdiv(tiles, triton.cdiv(tiles, splits))  # none without a tile
-    return SelectPlan(small, merge, tile, 2048, splits, max(_warps(merge), 8), pdl=not INTERPRETED)
+    return SelectPlan(small, merge, tile, 2048, splits, max(_warps(merge), 8), merge // 512, pdl=not INTERPRETED)
 
 
 def whole_block(picks: int) -> int:
@@ -81,53 +84,6 @@ def whole_block(picks: int) -> int:
 def _warps(block: int) -> int:
     """16 entries a thread up to 4 warps, 32 from 8 warps on: what is waited for is the latency of reductions."""
     return min(max(block // 1024, min(block // 512, 4), 1), 32)
-
-
-@triton.jit
-def _emit(chosen, places, entries, row, to, KPOOL: tl.constexpr, PER_BLOCK: tl.constexpr, MAP: tl.constexpr):
-    """Write the tokens of chosen entries at their places and, if asked, their physical rows."""
-    out, table, physical, out_row, out_col, table_row, table_col, rows_row, rows_col = to
-    place = places * KPOOL
-    for j in tl.static_range(KPOOL):
-        tl.store(out + row * out_row + (place + j) * out_col, entries * KPOOL + j, mask=chosen)
-    if MAP:
-        page = tl.load(table + row * table_row + (entries // PER_BLOCK) * table_col, mask=chosen, other=0)
-        first = (page.to(tl.int64) * PER_BLOCK + entries % PER_BLOCK) * KPOOL
-        for j in tl.static_range(KPOOL):
-            tl.store(physical + row * rows_row + (place + j) * rows_col, first + j, mask=chosen)
-
-
-@triton.jit
-def _everything(row, length, to, KPOOL: tl.constexpr, PER_BLOCK: tl.constexpr, WIDTH: tl.constexpr, MAP: tl.constexpr):
-    """All positions of a short row, -1 behind them."""
-    out, table, physical, out_row, out_col, table_row, table_col, rows_row, rows_col = to
-    tokens: tl.constexpr = PER_BLOCK * KPOOL
-    for start in tl.static_range(0, WIDTH, 1024):
-        column = start + tl.arange(0, 1024)
-        inside, true = column < WIDTH, column < length
-        tl.store(out + row * out_row + column.to(tl.int64) * out_col, tl.where(true, column, -1), mask=inside)
-        if MAP:
-            page = tl.load(table + row * table_row + (column // tokens) * table_col, mask=true & inside, other=0)
-            rows = page.to(tl.int64) * tokens + column % tokens
-            place = physical + row * rows_row + column.to(tl.int64) * rows_col
-            tl.store(place, tl.where(true, rows, -1), mask=inside)
-
-
-@triton.jit
-def _unfinished(
-    row, length, picks, to, KPOOL: tl.constexpr, PER_BLOCK: tl.constexpr, TAIL: tl.constexpr, MAP: tl.constexpr
-):
-    """The row's own unfinished pool behind what is picked, -1 behind that."""
-    out, table, physical, out_row, out_col, table_row, table_col, rows_row, rows_col = to
-    valid, step = length // KPOOL, tl.arange(0, TAIL)
-    position, column = valid * KPOOL + step, (picks * KPOOL + step).to(tl.int64)
-    inside, true = step < KPOOL - 1, position < length
-    tl.store(out + row * out_row + column * out_col, tl.where(true, position, -1), mask=inside)
-    if MAP:
-        where = table + row * table_row + (valid // PER_BLOCK + step * 0) * table_col
-        page = tl.load(where, mask=true & inside, other=0)
-        rows = (page.to(tl.int64) * PER_BLOCK + valid % PER_BLOCK) * KPOOL + step
-        tl.store(physical + row * rows_row + column * rows_col, tl.where(true, rows, -1), mask=inside)
 
 
 @triton.jit
@@ -164,25 +120,31 @@ def _filter(
 
 
 @triton.jit
-def _dense(founds, splits, MERGE: tl.constexpr, HELD: tl.constexpr, SPLITS: tl.constexpr):
-    """Where the first MERGE entries of all programs' lists lie, and how many there are in all.
+def _joined_lists(founds, splits, MERGE: tl.constexpr, SPLITS: tl.constexpr):
+    """Where in all programs' lists the entries of one block lie, which are there, how many there are, and how many the
+    block would have to hold.
 
+    Lists follow each other in the block, each from a multiple of 32 on, so that a search by lists is one by 32 entries.
     Other programs wrote the counts while this one ran: they must not come from this multiprocessor's own cache.
     """
-    place = tl.arange(0, MERGE)
     if SPLITS == 1:
-        return place, tl.load(founds)
+        step = tl.arange(0, MERGE)
+        total = tl.load(founds)
+        return step, step < total, total, total
     lane = tl.arange(0, SPLITS)
     count = tl.load(founds + lane, mask=lane < splits, other=0, cache_modifier=".cg")
-    ends = tl.cumsum(count, axis=0)
-    total = tl.sum(count, axis=0)
-    # The list of a place is the number of lists that end at or before it: a binary search.
-    which = place * 0
+    runs = (count + 31) // 32
+    ends = tl.cumsum(runs, axis=0)
+    run = tl.arange(0, MERGE // 32)
+    # The list of a run is the number of lists that end at or before it: a binary search.
+    which = run * 0
     for shift in tl.static_range(1, 6):
-        behind = place >= tl.gather(ends, which + (SPLITS >> shift) - 1, 0)
+        behind = run >= tl.gather(ends, which + (SPLITS >> shift) - 1, 0)
         which += tl.where(behind, SPLITS >> shift, 0)
-    start = tl.gather(ends - count, which, 0)
-    return which * HELD + place - start, total
+    inside = (run - tl.gather(ends - runs, which, 0))[:, None] * 32 + tl.arange(0, 32)[None, :]
+    there = inside < tl.gather(count, which, 0)[:, None]
+    where = tl.reshape(which[:, None] * MERGE + inside, (MERGE,))
+    return where, tl.reshape(there, (MERGE,)), tl.sum(count, axis=0), tl.sum(runs, axis=0) * 32
 
 
 @triton.jit(do_not_specialize=["capacity", "picks", "splits", "table_row"])
@@ -191,8 +153,8 @@ def _select_kernel(
     scores_row, scores_col, lens_stride, out_row, out_col, table_row, table_col, rows_row, rows_col, counts_stride,
     capacity, picks, splits,
     KPOOL: tl.constexpr, PER_BLOCK: tl.constexpr, TAIL: tl.constexpr, SMALL: tl.constexpr, MERGE: tl.constexpr,
-    TILE: tl.constexpr, SAMPLE: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
-    MAP: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, SAMPLE: tl.constexpr, SPLITS: tl.constexpr, TICKET: tl.constexpr, WIDTH: tl.constexpr,
+    ALIGNED: tl.constexpr, MAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -210,10 +172,10 @@ def _select_kernel(
     valid = length // KPOOL
     if split == 0:
         if valid <= picks:
-            _everything(row, length, to, KPOOL, PER_BLOCK, WIDTH, MAP)
+            everything(row, length, to, KPOOL, PER_BLOCK, WIDTH, MAP)
         else:
             if KPOOL > 1:
-                _unfinished(row, length, picks, to, KPOOL, PER_BLOCK, TAIL, MAP)
+                unfinished(row, length, picks, to, KPOOL, PER_BLOCK, TAIL, MAP)
         if MAP:
             tl.store(counts + row * counts_stride, tl.minimum(length, picks * KPOOL + length % KPOOL))
     if valid > picks:
@@ -223,7 +185,7 @@ def _select_kernel(
                 seen = entries < valid
                 keys = tl.where(seen, ordered_keys(early), LOWEST)
                 chosen, places = places_of_best(keys, seen, valid, picks)
-                _emit(chosen, places, entries, row, to, KPOOL, PER_BLOCK, MAP)
+                emit(chosen, places, entries, row, to, KPOOL, PER_BLOCK, MAP)
         elif MERGE > 0:
             # Rows of programs that have nothing to filter still count themselves.
             share = ((valid + TILE - 1) // TILE + splits - 1) // splits * TILE
@@ -234,21 +196,23 @@ def _select_kernel(
                 scores, scores_col, held_keys + list_ * MERGE, held_entries + list_ * MERGE,
                 first, tl.minimum(first + share, valid), threshold, MERGE, TILE, ALIGNED,
             )  # fmt: skip
-            tl.store(founds + list_, found)
-            # Every thread's stores come before this program's ticket, and the last ticket before all loads.
-            tl.debug_barrier()
-            last = True
-            if SPLITS > 1:
-                last = tl.atomic_add(tickets + row, 1, sem="acq_rel", scope="gpu") == splits - 1
+            begin = row * (splits + 1)
+            tl.store(founds + begin + split, found)
+            tl.store(founds + begin + splits, threshold)
+            if (SPLITS == 1) | TICKET:
+                # Every thread's stores come before this program's ticket, and the last ticket before all loads.
                 tl.debug_barrier()
-            if last:
-                if SPLITS > 1:
-                    tl.store(tickets + row, 0)
-                begin = row * splits
-                _pick(
-                    scores, scores_col, held_keys + begin * MERGE, held_entries + begin * MERGE, founds + begin,
-                    row, valid, picks, splits, to, KPOOL, PER_BLOCK, MERGE, SPLITS, MAP,
-                )  # fmt: skip
+                last = True
+                if TICKET:
+                    last = tl.atomic_add(tickets + row, 1, sem="acq_rel", scope="gpu") == splits - 1
+                    tl.debug_barrier()
+                if last:
+                    if TICKET:
+                        tl.store(tickets + row, 0)
+                    _pick(
+                        scores, scores_col, held_keys, held_entries, founds + begin, row, valid, picks, splits, to,
+                        KPOOL, PER_BLOCK, MERGE, SPLITS, MAP,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -260,16 +224,20 @@ def _pick(
 
     In the second case the best so far lie in front of the next entries, whose indices are higher, so order is kept.
     """
+    held_keys += row * splits * MERGE
+    held_entries += row * splits * MERGE
     step = tl.arange(0, MERGE)
-    where, total = _dense(founds, splits, MERGE, MERGE, SPLITS)
-    filtered = (total >= picks) & (total <= MERGE)
+    where, there, total, room = _joined_lists(founds, splits, MERGE, SPLITS)
+    # What is not there stands between lists: no entry may look like it.
+    threshold = tl.load(founds + splits, cache_modifier=".cg")
+    filtered = (total >= picks) & (room <= MERGE) & (threshold > LOWEST)
     count = tl.where(filtered, total, valid)
     kept = total * 0
     begin = total * 0
     while begin < count:
         entries = begin + step - kept
         here = kept + tl.minimum(MERGE - kept, count - begin)
-        seen = step < here
+        seen = tl.where(filtered, there, step < here)
         old = filtered | (step < kept)
         raw = tl.load(scores + entries.to(tl.int64) * scores_col, mask=seen & (old == 0), other=0.0)
         place = tl.where(filtered, where, step)
@@ -287,7 +255,32 @@ def _pick(
             tl.store(held_entries + places, entries, mask=chosen)
             tl.debug_barrier()
         else:
-            _emit(chosen, places, entries, row, to, KPOOL, PER_BLOCK, MAP)
+            emit(chosen, places, entries, row, to, KPOOL, PER_BLOCK, MAP)
+
+
+@triton.jit(do_not_specialize=["capacity", "picks", "splits", "table_row"])
+def _pick_kernel(
+    scores, lens, out, held_keys, held_entries, founds, table, physical,
+    scores_row, scores_col, lens_stride, out_row, out_col, table_row, table_col, rows_row, rows_col,
+    capacity, picks, splits,
+    KPOOL: tl.constexpr, PER_BLOCK: tl.constexpr, SMALL: tl.constexpr, MERGE: tl.constexpr, SPLITS: tl.constexpr,
+    MAP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The selection from lists, in a launch of its own where there are no tickets to tell which program is last."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    to = (out, table, physical, out_row, out_col, table_row, table_col, rows_row, rows_col)
+    row = tl.program_id(0).to(tl.int64)
+    length = tl.load(lens + row * lens_stride)
+    if KPOOL == 1:
+        length = tl.minimum(length, capacity)
+    valid = length.to(tl.int32) // KPOOL
+    if (valid > picks) & (valid > SMALL):
+        _pick(
+            scores + row * scores_row, scores_col, held_keys, held_entries, founds + row * (splits + 1), row, valid,
+            picks, splits, to, KPOOL, PER_BLOCK, MERGE, SPLITS, MAP,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +312,8 @@ def select_rows(
         lens: [T] int64 tokens a row sees; at token granularity at most N count.
         out: [T, picks * kpool + kpool - 1] int32, all written.
         per_block: entries a block; matters with ``physical`` only.
-        tickets: [T] int32, zero before and after, for a plan of several programs a row; made here if missing.
+        tickets: [T] int32, zero before and after, for a plan of several programs a row; without them a second launch
+            picks from their lists.
     """
     rows = scores.shape[0]
     if rows == 0 or out.shape[1] == 0:
@@ -327,22 +321,28 @@ def select_rows(
     held_keys = held_entries = founds = lens
     if plan.merge:
         assert plan.merge > picks, f"{picks} picks of {plan.merge} entries at once"
-        made = torch.empty(2 * plan.merge + 1, rows * plan.splits, dtype=torch.int32, device=scores.device)
-        held_keys, held_entries, founds = made[: plan.merge], made[plan.merge : -1], made[-1]
-    if plan.splits == 1:
-        tickets = founds
-    elif tickets is None:
-        tickets = torch.zeros(rows, dtype=torch.int32, device=scores.device)
+        lists = rows * plan.splits * plan.merge
+        made = torch.empty(2 * lists + rows * (plan.splits + 1), dtype=torch.int32, device=scores.device)
+        held_keys, held_entries, founds = made[:lists], made[lists : 2 * lists], made[2 * lists :]
     where = physical if physical is not None else PhysicalRows(lens[:, None], lens[:, None], lens)
     table, found = where.block_table, where.rows
+    strides = (*scores.stride(), lens.stride(0), *out.stride(), *table.stride(), *found.stride())
+    numbers = (scores.shape[1], picks, plan.splits)
+    modes = {"KPOOL": kpool, "PER_BLOCK": per_block, "SMALL": plan.small, "MERGE": plan.merge}
+    modes |= {"SPLITS": 1 if plan.splits == 1 else MAX_SPLITS, "MAP": physical is not None}
+    modes |= {"PDL": plan.pdl, "launch_pdl": plan.pdl}
     _select_kernel[rows, plan.splits](
-        scores, lens, out, held_keys, held_entries, founds, tickets, table, found, where.counts,
-        *scores.stride(), lens.stride(0), *out.stride(), *table.stride(), *found.stride(), where.counts.stride(0),
-        scores.shape[1], picks, plan.splits, KPOOL=kpool, PER_BLOCK=per_block, TAIL=triton.next_power_of_2(kpool),
-        SMALL=plan.small, MERGE=plan.merge, TILE=plan.tile, SAMPLE=plan.sample,
-        SPLITS=1 if plan.splits == 1 else MAX_SPLITS, WIDTH=out.shape[1], ALIGNED=scores.shape[1] % 16 == 0,
-        MAP=physical is not None, PDL=plan.pdl, launch_pdl=plan.pdl, num_warps=plan.warps,
+        scores, lens, out, held_keys, held_entries, founds, tickets if tickets is not None else founds,
+        table, found, where.counts, *strides, where.counts.stride(0), *numbers,
+        TAIL=triton.next_power_of_2(kpool), TILE=plan.tile, SAMPLE=plan.sample, WIDTH=out.shape[1],
+        TICKET=tickets is not None and plan.splits > 1, ALIGNED=scores.shape[1] % 16 == 0, num_warps=plan.warps,
+        **modes,
     )  # fmt: skip
+    if plan.splits > 1 and tickets is None:
+        _pick_kernel[(rows,)](
+            scores, lens, out, held_keys, held_entries, founds, table, found, *strides, *numbers,
+            num_warps=plan.pick_warps, **modes,
+        )  # fmt: skip
 
 
 def topk_ascending(scores: torch.Tensor, valid: torch.Tensor, k: int) -> torch.Tensor:

@@ -29,11 +29,12 @@ EVERYTHING = replace(LISTS, sample=2, splits=2)
 PLANS = {"one": ONE, "lists": LISTS, "splits": SPLITS, "everything": EVERYTHING}
 
 
-def select(scores: torch.Tensor, valid: torch.Tensor, k: int, plan: SelectPlan) -> torch.Tensor:
+def select(scores: torch.Tensor, valid: torch.Tensor, k: int, plan: SelectPlan, *, ticket: bool = True) -> torch.Tensor:
     scores, valid = scores.to(DEVICE), valid.to(DEVICE)
     out = torch.full((scores.shape[0], k), POISON, dtype=torch.int32, device=DEVICE)
-    tickets = torch.zeros(scores.shape[0], dtype=torch.int32, device=DEVICE)
+    tickets = torch.zeros(scores.shape[0], dtype=torch.int32, device=DEVICE) if ticket else None
     select_rows(scores, valid, out, picks=k, kpool=1, per_block=1, plan=plan, tickets=tickets)
+    assert tickets is None or not tickets.any(), "the program that picks leaves the tickets at zero"
     return out.cpu()
 
 
@@ -57,7 +58,7 @@ def test_equals_the_reference(plan: SelectPlan) -> None:
     for k, valid, poison in ((12, short, NAN), (12, long, INF), (1, long, NAN)):
         lens = torch.tensor(valid)
         hidden = torch.arange(230) >= lens[:, None]
-        got = select(scores.masked_fill(hidden, poison), lens, k, plan)
+        got = select(scores.masked_fill(hidden, poison), lens, k, plan, ticket=k > 1)
         assert torch.equal(got, reference.topk_ascending(scores, lens, k)), (k, valid)
 
 
@@ -104,17 +105,18 @@ def test_a_threshold_that_too_few_reach_is_noticed() -> None:
     assert int((want[0] >= 0).sum()) == 100
 
 
-def test_lists_of_all_lengths_are_joined_in_order() -> None:
-    """High scores lie in one part of the row, in two, in all: some lists are empty, and one is nearly all."""
-    scores = torch.randn(4, 320)
+@pytest.mark.parametrize(("splits", "merge", "ticket"), [(1, 256, True), (3, 512, False), (10, 1024, True)])
+def test_lists_of_all_lengths_are_joined_in_order(splits: int, merge: int, ticket: bool) -> None:
+    """High scores lie in one part of the row, in two, in all: some lists are empty, and one is nearly all. Of 2,000
+    entries some 100 to 150 reach a threshold for 24 (``key_of_sample``), which fits ``merge`` with 32 for each list."""
+    scores = torch.randn(4, 2000)
     scores[0, 100:130] += 9
     scores[1, :9] += 9
-    scores[1, 300:] += 9
-    scores[2, 319] += 9
-    valid = torch.tensor([320, 320, 320, 290])
-    for splits in (2, 5, 10, 32):
-        plan = replace(SPLITS, splits=splits, sample=256)
-        assert torch.equal(select(scores, valid, 24, plan), reference.topk_ascending(scores, valid, 24)), splits
+    scores[1, 1980:] += 9
+    scores[2, 1999] += 9
+    valid = torch.tensor([2000, 2000, 2000, 1790])
+    plan = SelectPlan(small=16, merge=merge, tile=128, sample=256, splits=splits, warps=4)
+    assert torch.equal(select(scores, valid, 24, plan, ticket=ticket), reference.topk_ascending(scores, valid, 24))
 
 
 @pytest.mark.parametrize(
