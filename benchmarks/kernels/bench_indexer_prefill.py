@@ -114,7 +114,9 @@ def timed(call: Callable[[], None]) -> float:
     return statistics.median(spans)
 
 
-def variants() -> list[PrefillPlan]:
+def variants(*, usual: bool) -> list[PrefillPlan]:
+    if usual:
+        return [DEFAULT_PLAN]
     others = [replace(DEFAULT_PLAN, warps=4), replace(DEFAULT_PLAN, columns=128, warps=4)]
     return [DEFAULT_PLAN, *others, replace(DEFAULT_PLAN, stages=3)]
 
@@ -135,19 +137,21 @@ def check(chunk: Chunk, plan: PrefillPlan) -> str:
         return f"{chunk.name}: {plan}: {type(error).__name__}: {error}"
 
 
-def measure(chunk: Chunk) -> dict[str, Any]:
+def measure(chunk: Chunk, *, usual: bool) -> dict[str, Any]:
     case = Case(chunk, exact=False)
     scores = torch.empty(chunk.length, -(-case.entries // 16) * 16, device="cuda")
     sweep = []
-    for plan in variants():
+    for plan in variants(usual=usual):
         try:
             sweep.append((timed(lambda plan=plan: case.score(plan, scores)), str(plan)))  # type: ignore[misc]
         except Exception:  # noqa: BLE001  # checked before, and reported there
             continue
     case.score(DEFAULT_PLAN, scores)
     select, whole = timed(lambda: case.select(scores)), timed(lambda: case.whole(DEFAULT_PLAN))
-    torch_us = timed(lambda: torch_impl.select_topk(case.q, case.weights.float(), case.keys, **case.arguments))
-    times = {"select": select, "whole": whole, "torch": torch_us, "floor": case.flops / FLOPS_PER_US}
+    times = {"select": select, "whole": whole, "floor": case.flops / FLOPS_PER_US}
+    if not usual:
+        weights = case.weights.float()
+        times["torch"] = timed(lambda: torch_impl.select_topk(case.q, weights, case.keys, **case.arguments))
     return {"chunk": chunk.name, "us": times, "scores": sorted(sweep)}
 
 
@@ -155,13 +159,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=Path)
     parser.add_argument("--only", default="", help="part of a chunk's name")
+    parser.add_argument("--usual", action="store_true", help="neither other launches nor torch")
     arguments = parser.parse_args()
     chunks = [chunk for chunk in CHUNKS if arguments.only in chunk.name]
-    with ProcessPoolExecutor(max_workers=12, mp_context=get_context("spawn")) as pool:
-        wrong = [found for found in pool.map(check, *zip(*product(chunks[::-1], variants()), strict=True)) if found]
-    results = [measure(chunk) for chunk in chunks]
+    tasks = list(product(chunks[::-1], variants(usual=arguments.usual)))
+    if arguments.usual:
+        wrong = [found for task in tasks if (found := check(*task))]
+    else:
+        with ProcessPoolExecutor(max_workers=12, mp_context=get_context("spawn")) as pool:
+            wrong = [found for found in pool.map(check, *zip(*tasks, strict=True)) if found]
+    results = [measure(chunk, usual=arguments.usual) for chunk in chunks]
     for found in results:
-        print(f"{found['chunk']}: " + ", ".join(f"{name} {us:.0f}" for name, us in found["us"].items()) + " us")
+        print(
+            f"{found['chunk']}: " + ", ".join(f"{name} {us:.0f}" for name, us in found["us"].items()) + " us",
+            flush=True,
+        )
         for us, plan in found["scores"][:4]:
             print(f"    scores {us:7.0f}  {plan}")
     if arguments.out is not None:
