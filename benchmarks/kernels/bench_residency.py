@@ -106,6 +106,7 @@ def bench_resolve(requests: int, width: int, slots: int, share: float) -> dict[s
             "host_rows": lists[0],
             "hot_rows": lists[1],
             "misses": torch.zeros(requests, dtype=torch.int32, device="cuda"),
+            "totals": torch.zeros(requests + 1, 2, dtype=torch.int64, device="cuda"),
         }
         return new_state(requests + 1, num_slots, positions, device="cuda"), results
 

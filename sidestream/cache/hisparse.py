@@ -9,6 +9,7 @@ after layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,6 +24,32 @@ from sidestream.ops.residency import clear_seats, new_state, resolve
 from sidestream.ops.row_copy import copy_rows
 from sidestream.streams import Handoff, Streams
 from sidestream.streams.upload import PackedUpload
+
+
+@dataclass(frozen=True, slots=True)
+class HiSparseStats:
+    """Since the engine started.
+
+    Attributes:
+        selected_rows: rows of host blocks that decodes selected, over all index groups; a group's layers share them.
+        missed_rows: those that had to be copied from the host, once for each layer of their group.
+        spilled_blocks, spilled_bytes: copied to the host, over all layers.
+        staged_bytes: copied from the host for prefills.
+        free_device_blocks, free_host_blocks: now.
+    """
+
+    selected_rows: int
+    missed_rows: int
+    spilled_blocks: int
+    spilled_bytes: int
+    staged_bytes: int
+    free_device_blocks: int
+    free_host_blocks: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the selected rows of host blocks that lay in hot slots; 1 if none was selected."""
+        return 1 - self.missed_rows / self.selected_rows if self.selected_rows else 1.0
 
 
 class Seats:
@@ -109,7 +136,7 @@ class HiSparseRuntime:
         )
         self._seats = Seats(rows.sizes.seats)
         self._step_seats: list[int] = []
-        self._states: list[torch.Tensor] = []
+        self._groups: list[HiSparseTopK] = []
         self._moves = Moves()
         staged_rows = rows.sizes.staged * placement.block_size
         self._upload = PackedUpload(
@@ -134,7 +161,7 @@ class HiSparseRuntime:
     def new_group(self, decode_rows: int) -> HiSparseTopK:
         """The resolver of one index group."""
         group = HiSparseTopK(self, decode_rows)
-        self._states.append(group.slots)
+        self._groups.append(group)
         return group
 
     def begin_step(self, chunks: Sequence[Chunk]) -> None:
@@ -148,8 +175,8 @@ class HiSparseRuntime:
         self._step_seats, fresh = self._seats.assign(chunks)
         if fresh:
             (cleared,) = self._fresh.place([np.array(fresh, dtype=np.int64)])
-            for slots in self._states:
-                clear_seats(slots, cleared)
+            for group in self._groups:
+                clear_seats(group.slots, cleared)
         self._stage(chunks)
         if self._moves.ahead:
             self._rows_written.publish()
@@ -164,6 +191,19 @@ class HiSparseRuntime:
             self._left.wait()
         self._moves, self._step_seats = Moves(), []
         self.staged_table = None
+
+    def stats(self) -> HiSparseStats:
+        """What happened so far; waits for the device."""
+        pairs = [group.totals() for group in self._groups]
+        return HiSparseStats(
+            selected_rows=sum(selected for selected, _ in pairs),
+            missed_rows=sum(missed for _, missed in pairs),
+            spilled_blocks=self.placement.num_spilled,
+            spilled_bytes=self.spilled_bytes,
+            staged_bytes=self.staged_bytes,
+            free_device_blocks=self.placement.num_free_device,
+            free_host_blocks=self.placement.num_free_host,
+        )
 
     def reset(self) -> None:
         """After a step that failed: forget what lies where; sequences are computed anew."""
@@ -231,7 +271,14 @@ class HiSparseTopK:
         self._slot_of, self.slots = new_state(sizes.seats, sizes.slots, positions, device=device)
         self._lists = torch.zeros(2, decode_rows, sizes.slots, dtype=torch.int64, device=device)
         self.misses = torch.zeros(decode_rows, dtype=torch.int32, device=device)
+        self._totals = torch.zeros(sizes.seats, 2, dtype=torch.int64, device=device)
         self._requests = 0
+
+    def totals(self) -> tuple[int, int]:
+        """Rows of host blocks that decodes selected so far, and how many of them were in no hot slot; waits for the
+        device."""
+        selected, missed = self._totals.sum(dim=0).tolist()
+        return selected, missed
 
     @property
     def needs_one_stream(self) -> bool:
@@ -261,6 +308,7 @@ class HiSparseTopK:
                 host_rows=self._lists[0, :requests],
                 hot_rows=self._lists[1, :requests],
                 misses=self.misses[:requests],
+                totals=self._totals,
             )
         self._requests = requests
         if decodes < logical.shape[0]:

@@ -147,15 +147,19 @@ class BlockPlacement:
         assert all(self.table[block] >= 0 for block in self._full), "a full block of the device is not on it"
         assert set(self._leaving) <= set(self._full), "a block leaves that is not on the device"
 
-    def _written(self, chunk: Chunk) -> tuple[int, ...]:
-        return chunk.block_ids[chunk.start // self.block_size : -(-chunk.end // self.block_size)]
+    def _written(self, chunk: Chunk) -> list[int]:
+        return self._blocks(chunk, chunk.start // self.block_size, -(-chunk.end // self.block_size))
 
-    def _begun(self, chunk: Chunk) -> tuple[int, ...]:
+    def _begun(self, chunk: Chunk) -> list[int]:
         """Blocks whose first row the chunk writes: what they held before is of no use."""
-        return chunk.block_ids[-(-chunk.start // self.block_size) : -(-chunk.end // self.block_size)]
+        return self._blocks(chunk, -(-chunk.start // self.block_size), -(-chunk.end // self.block_size))
 
-    def _filled(self, chunk: Chunk) -> tuple[int, ...]:
-        return chunk.block_ids[chunk.start // self.block_size : chunk.end // self.block_size]
+    def _filled(self, chunk: Chunk) -> list[int]:
+        return self._blocks(chunk, chunk.start // self.block_size, chunk.end // self.block_size)
+
+    def _blocks(self, chunk: Chunk, first: int, end: int) -> list[int]:
+        """Some of a chunk's; scratch, which warm-up writes to, has its place for good."""
+        return [block for block in chunk.block_ids[first:end] if block != SCRATCH_BLOCK]
 
     def _use(self, blocks: Iterable[int]) -> None:
         for block in blocks:

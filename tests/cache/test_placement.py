@@ -62,6 +62,13 @@ def test_a_block_that_begins_anew_is_forgotten_wherever_it_was() -> None:
     placement.check_integrity()
 
 
+def test_scratch_stays_where_it_is() -> None:
+    placement = BlockPlacement(num_device=2, num_host=2, block_size=BLOCK)
+    assert placement.plan([chunk((0, 0, 0), 0, 12), chunk((0,), 3, 1, decode=True)]) == Moves()
+    assert placement.table[0] == 0
+    placement.check_integrity()
+
+
 def test_dead_blocks_give_their_places_without_a_copy() -> None:
     dead: set[int] = set()
     placement = BlockPlacement(num_device=4, num_host=3, block_size=BLOCK, is_dead=dead.__contains__)

@@ -350,6 +350,7 @@ def resolve_case(rows_each: int) -> Callable[[int], Arguments]:
             "host_rows": lists[0],
             "hot_rows": lists[1],
             "misses": torch.full((requests,), 99, dtype=torch.int32),
+            "totals": torch.ones(5, 2, dtype=torch.int64),
         }
 
     return make
@@ -371,7 +372,9 @@ def copy_case(seed: int) -> Arguments:
 
 
 def slot_copy_case(seed: int) -> Arguments:
-    return {"state": Step(seed).randn(3, SLOTS, DIM).transpose(0, 1), "slots": ((3, 1), (1, 5))}
+    step = Step(seed)
+    target, source = (step.randn(3, SLOTS, DIM).transpose(0, 1) for _ in range(2))
+    return {"target": target, "source": source, "to": (1, 5), "taken": (3, 1)}
 
 
 def sampled_case(seed: int) -> Arguments:

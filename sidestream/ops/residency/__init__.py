@@ -14,9 +14,9 @@ __all__ = ["clear_seats", "invalidate", "new_state", "resolve"]
 
 resolve = operator(
     "residency.resolve",
-    reads=("logical", "block_table", "slot_of", "slots", "seats", "positions", "table_rows"),
-    writes=("slot_of", "slots", "out", "counts", "host_rows", "hot_rows", "misses"),
-    rows={"block_table": "table_rows", "slot_of": "seats", "slots": "seats"},
+    reads=("logical", "block_table", "slot_of", "slots", "seats", "positions", "table_rows", "totals"),
+    writes=("slot_of", "slots", "out", "counts", "host_rows", "hot_rows", "misses", "totals"),
+    rows={"block_table": "table_rows", "slot_of": "seats", "slots": "seats", "totals": "seats"},
 )(torch_impl.resolve)
 
 
@@ -37,6 +37,7 @@ def _resolve(
     host_rows: torch.Tensor,
     hot_rows: torch.Tensor,
     misses: torch.Tensor,
+    totals: torch.Tensor,
 ) -> None:
     run: Callable[..., None] = torch_impl.resolve
     if logical.is_cuda:
@@ -58,4 +59,5 @@ def _resolve(
         host_rows=host_rows,
         hot_rows=hot_rows,
         misses=misses,
+        totals=totals,
     )

@@ -47,6 +47,7 @@ def resolve(
     host_rows: torch.Tensor,
     hot_rows: torch.Tensor,
     misses: torch.Tensor,
+    totals: torch.Tensor,
 ) -> None:
     """Find or make a place on the device for every selected row.
 
@@ -66,6 +67,7 @@ def resolve(
         host_rows, hot_rows: [R, M] int64: for each request's misses in the order in which they were found, the row of
             the host pool and the row of the KV pool it must be copied to; written up to the number of misses.
         misses: [R] int32, written: how many.
+        totals: [num_seats, 2] int64, added to: rows of host blocks that each seat selected, and how many were missing.
     The caller makes sure that a request's selections never need more slots than a seat has.
     """
     requests, num_slots = seats.shape[0], slots.shape[2]
@@ -101,6 +103,7 @@ def resolve(
     slots[seats, OWNER] = owner[:, :num_slots]
     slots[seats, ORDER] = by_use.gather(1, turn).to(slots.dtype)
     misses.copy_(taken)
+    totals[seats] += torch.stack([on_host.sum(dim=1), taken], dim=1)
     hot = hot_base + seat * num_slots
     for listed, values in ((host_rows, host_row), (hot_rows, hot + given)):
         merged = torch.cat([listed, listed[:, :1]], dim=1)

@@ -31,7 +31,7 @@ def _held(position, on_host, place, owner, slots):
 
 @triton.jit
 def _resolve_kernel(
-    logical, table, slot_of, slots, seats, positions, table_rows, out, counts, host_rows, hot_rows, misses,
+    logical, table, slot_of, slots, seats, positions, table_rows, out, counts, host_rows, hot_rows, misses, totals,
     logical_row, table_row, seat_places, seat_slots, out_row, miss_row, width, hot_base, num_slots,
     ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, W: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -103,6 +103,9 @@ def _resolve_kernel(
             taken += tl.sum(missing.to(tl.int32), axis=0)
             tl.debug_barrier()
         tl.store(misses + request, taken)
+        so_far = totals + 2 * seat
+        tl.store(so_far, tl.load(so_far) + asked_of_host)
+        tl.store(so_far + 1, tl.load(so_far + 1) + taken)
         # What was taken comes last: everything turns by as many places.
         place_by_use = tl.where(free, free_rank, num_free + hit_rank) - taken
         to = tl.where(place_by_use < 0, place_by_use + num_slots, place_by_use)
@@ -126,6 +129,7 @@ def resolve(
     host_rows: torch.Tensor,
     hot_rows: torch.Tensor,
     misses: torch.Tensor,
+    totals: torch.Tensor,
     plan: ResolvePlan = DEFAULT_PLAN,
 ) -> None:
     """As ``torch_impl.resolve``; matrices have rows of unit stride, vectors are contiguous."""
@@ -138,7 +142,7 @@ def resolve(
     assert host_rows.stride() == hot_rows.stride()
     _resolve_kernel[(requests,)](
         logical, block_table, slot_of, slots, seats, positions, table_rows, out, counts, host_rows, hot_rows, misses,
-        logical.stride(0), block_table.stride(0), slot_of.stride(0), slots.stride(0), out.stride(0),
+        totals, logical.stride(0), block_table.stride(0), slot_of.stride(0), slots.stride(0), out.stride(0),
         host_rows.stride(0), logical.shape[1], hot_base, slots.shape[2],
         ROWS=logical.shape[0] // requests, BLOCK_SIZE=block_size, W=triton.next_power_of_2(logical.shape[1]),
         N=triton.next_power_of_2(slots.shape[2]), num_warps=plan.warps,

@@ -6,8 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from sidestream.ops.draw import reference, torch_impl, triton_draw
+from sidestream.ops.draw.triton_draw import relative_weights
 from tests.ops.triton_mode import DEVICE
 
 Draw = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
@@ -87,9 +90,9 @@ def test_a_broken_row_is_told_and_hurts_no_other(draw: Draw, poison: float) -> N
 
 @both
 def test_shares_follow_the_distribution(draw: Draw) -> None:
-    """Evenly spread numbers find each token as often as it weighs, to one in 4,000."""
+    """Evenly spread numbers find each token as often as it weighs, to one in 150."""
     logits = torch.randn(70)
-    count = 4000
+    count = 150
     numbers = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     settings = torch.stack([torch.full((count,), 0.7, dtype=torch.float64), numbers])
     tokens, _ = draw(logits.expand(count, -1).contiguous(), settings)
@@ -98,18 +101,22 @@ def test_shares_follow_the_distribution(draw: Draw) -> None:
     assert float((share - want).abs().max()) <= 1.0 / count
 
 
-def test_the_exponential_is_right_to_one_in_a_trillion() -> None:
-    """Over all powers that count: the weight of a part of one token, whose top is another's."""
-    logits = torch.linspace(0.0, -699.0, 20_000)
-    parts = torch.zeros(20_000, 1)
-    parts = torch.cat([parts, logits.unsqueeze(1)], dim=1).to(DEVICE)
-    for temperature in (1.0, 0.37):
-        weight = torch.zeros(20_000, 1, dtype=torch.float64, device=DEVICE)
-        settings = torch.full((2, 20_000), temperature, dtype=torch.float64, device=DEVICE)
-        best, place = torch.zeros(20_000, 1, device=DEVICE), torch.zeros(20_000, 1, dtype=torch.int32, device=DEVICE)
-        grid = (20_000, 1)
-        triton_draw._parts[grid](
-            parts, settings, best, place, weight, 2, 2, PART=2, DRAWING=True, PDL=False, num_warps=1
-        )
-        want = 1.0 + torch.exp(logits.double() / temperature)
-        torch.testing.assert_close(weight.squeeze(1).cpu(), want, rtol=1e-12, atol=0.0)
+@triton.jit  # type: ignore[untyped-decorator]
+def _weights_kernel(logits: tl.tensor, temperature: tl.tensor, out: tl.tensor, COUNT: tl.constexpr) -> None:
+    lane = tl.arange(0, COUNT)
+    logit = tl.load(logits + lane)
+    tl.store(out + lane, relative_weights(logit, tl.max(logit, 0), tl.load(temperature)))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.37, 3.0])
+def test_the_exponential_is_right_to_one_in_a_trillion(temperature: float) -> None:
+    """Over all powers that count; what lies below is zero, and so is what is impossible."""
+    logits = torch.cat(
+        [torch.linspace(0.0, -690.0 * temperature, 4094), torch.tensor([-701.0 * temperature, -torch.inf])]
+    )
+    out = torch.full((4096,), torch.nan, dtype=torch.float64, device=DEVICE)
+    given = torch.tensor([temperature], dtype=torch.float64, device=DEVICE)
+    _weights_kernel[(1,)](logits.to(DEVICE), given, out, COUNT=4096)
+    want = torch.exp(logits.double() / temperature)
+    torch.testing.assert_close(out[:4094].cpu(), want[:4094], rtol=1e-12, atol=0.0)
+    assert out[4094:].tolist() == [0.0, 0.0]

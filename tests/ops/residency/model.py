@@ -24,6 +24,7 @@ class Steps:
         self.slot_of, self.slots = new_state(SEATS, SLOTS, BLOCK * BLOCKS, device=device)
         self.models = [HotSlots(SLOTS) for _ in range(SEATS)]
         self.tables = [self._fresh_table() for _ in range(SEATS)]
+        self.totals = torch.zeros(SEATS, 2, dtype=torch.int64, device=device)
         self.missed = self.hits = 0
 
     def _fresh_table(self) -> list[int]:
@@ -80,6 +81,7 @@ class Steps:
             seats=all_seats.to(self.device), positions=positions.to(self.device),
             table_rows=table_rows.to(self.device), block_size=BLOCK, hot_base=HOT_BASE,
             out=out, counts=counts, host_rows=host_rows, hot_rows=hot_rows, misses=misses,
+            totals=self.totals,
         )  # fmt: skip
         for r, seat in enumerate(seats):
             model, block_table = self.models[seat], self.tables[seat]
@@ -112,4 +114,5 @@ class Steps:
         for _ in range(num_steps):
             self.between()
             self.step()
+        assert self.totals.sum(dim=0).tolist() == [self.missed + self.hits, self.missed]
         assert min(self.missed, self.hits) > num_steps // 2, "the draw must meet both"

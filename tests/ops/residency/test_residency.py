@@ -46,6 +46,7 @@ def test_a_step_without_host_blocks_changes_nothing() -> None:
             seats=torch.tensor([1], device=device), positions=torch.tensor([6], device=device),
             table_rows=torch.tensor([0], device=device), block_size=4, hot_base=100,
             out=out, counts=counts, host_rows=lists[0], hot_rows=lists[1], misses=misses,
+            totals=torch.zeros(2, 2, dtype=torch.int64, device=device),
         )  # fmt: skip
         assert out.tolist() == [[29, 13, -1]]
         assert counts.tolist() == [2]

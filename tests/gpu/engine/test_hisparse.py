@@ -1,0 +1,35 @@
+"""HiSparse on a GPU: the bits of an engine that keeps all rows there, in every mode and with every number of hot slots."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sidestream.engine.build import in_graph_mode
+from tests.gpu.engine.machine import bundled, prompts, run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+PLACES, HOST_BYTES = 24, 1 << 27
+SHORT_OF_ROOM = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "num_blocks": PLACES, "max_model_len": 2048}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_same_bits_in_every_mode(dtype: str) -> None:
+    """Eight prompts of up to 1,500 tokens, of which the device holds a tenth."""
+    asked = prompts(8, 1500, seed=8, vocab=250)
+    resident = bundled("none", **SHORT_OF_ROOM | {"num_blocks": 400}, dtype=dtype)
+    want = run(resident, asked, max_tokens=40)
+    for factor in (1, 4):
+        hosted = bundled(
+            "none", **SHORT_OF_ROOM, dtype=dtype, hisparse_host_memory=HOST_BYTES, hisparse_hot_factor=factor
+        )
+        for mode in ("none", "piecewise", "full"):
+            built = hosted if mode == "none" else in_graph_mode(hosted, mode)
+            assert run(built, asked, max_tokens=40) == want, (factor, mode)
+            runtime = built.runner.hisparse
+            assert runtime is not None
+            stats = runtime.stats()
+            assert stats.spilled_blocks > 50
+            assert stats.missed_rows > 0
+            runtime.placement.check_integrity()
