@@ -44,6 +44,7 @@ class SelectPlan:
         sample: entries that the threshold is estimated from, a power of two.
         splits: programs a row, at most 32.
         warps, pick_warps: of these programs and of the one that picks in a second launch.
+        registers: most a thread may have, None for as many as it asks for.
         pdl: launch while the kernel before still runs (programmatic dependent launch), and wait for it there.
     """
 
@@ -54,6 +55,7 @@ class SelectPlan:
     splits: int
     warps: int
     pick_warps: int = 8
+    registers: int | None = None
     pdl: bool = False
 
 
@@ -66,14 +68,16 @@ def select_plan(entries: int, picks: int, *, rows: int) -> SelectPlan | None:
     merge = whole_block(picks)
     small = max(triton.next_power_of_2(min(entries, merge, MAX_BLOCK)), 64)
     if entries <= small:
-        return SelectPlan(small, 0, 0, 0, 1, _warps(small), pdl=not INTERPRETED)
+        # Without a bound one program of 8,192 entries fills the registers of a multiprocessor.
+        bound = 128 if small == 8192 and rows > _ENOUGH_PROGRAMS // 2 else None
+        return SelectPlan(small, 0, 0, 0, 1, _warps(small), registers=bound, pdl=not INTERPRETED)
     if merge > MAX_BLOCK:
         return None
     tile = 4096
     tiles = triton.cdiv(entries, tile)
     splits = max(1, min(tiles, _ENOUGH_PROGRAMS // rows, MAX_SPLITS))
     splits = triton.cdiv(tiles, triton.cdiv(tiles, splits))  # none without a tile
-    return SelectPlan(small, merge, tile, 2048, splits, max(_warps(merge), 8), merge // 512, pdl=not INTERPRETED)
+    return SelectPlan(small, merge, tile, 2048, splits, max(_warps(merge), 8), merge // 512, None, pdl=not INTERPRETED)
 
 
 def whole_block(picks: int) -> int:
@@ -336,7 +340,7 @@ def select_rows(
         table, found, where.counts, *strides, where.counts.stride(0), *numbers,
         TAIL=triton.next_power_of_2(kpool), TILE=plan.tile, SAMPLE=plan.sample, WIDTH=out.shape[1],
         TICKET=tickets is not None and plan.splits > 1, ALIGNED=scores.shape[1] % 16 == 0, num_warps=plan.warps,
-        **modes,
+        maxnreg=plan.registers, **modes,
     )  # fmt: skip
     if plan.splits > 1 and tickets is None:
         _pick_kernel[(rows,)](
