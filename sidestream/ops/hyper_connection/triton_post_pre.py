@@ -26,7 +26,7 @@ MOST_ROWS = 2
 
 def launch_for(hidden: int) -> Launch:
     """``depth`` is that of a share, a quarter of it from each stream."""
-    return Launch(block=1, shares=128, depth=hidden // 32, warps=4, finish_warps=4, overlap=True, early=True)
+    return Launch(block=1, shares=64, depth=hidden // 16, warps=4, finish_warps=4, overlap=True, early=True)
 
 
 def takes(

@@ -61,7 +61,7 @@ def launch_for(rows: int, width: int) -> Launch:
     if rows <= 16:
         return Launch(block=16, shares=128, depth=128, warps=4, finish_warps=4, overlap=True, early=True)
     if rows <= 128:
-        return Launch(block=64, shares=128, depth=128, warps=4, finish_warps=4, overlap=True, early=True)
+        return Launch(block=64, shares=128, depth=128, warps=4, finish_warps=4, overlap=True)
     if rows <= 512:
         return Launch(block=32, shares=16, depth=128, warps=4, finish_warps=4)
     return Launch(block=64, shares=8, depth=64, warps=4, finish_warps=4, sinkhorn_rows=128)

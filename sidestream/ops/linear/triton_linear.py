@@ -13,13 +13,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.ops.linear.launches import Launch
-from sidestream.ops.prefetch import prefetch
 
 UPCAST = bool(triton.knobs.runtime.interpret)
 """The interpreter multiplies bf16 wrongly."""
 SUM_BLOCK = 1024
-ASKING = tl.constexpr(1056)
-"""Programs that ask ahead, eight a multiprocessor: those that wait. The others come when weights are on their way."""
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -38,8 +35,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, 
     pdl = launch.early and not UPCAST
     out = torch.empty(T, N, dtype=x.dtype, device=x.device)
     blocks = triton.cdiv(N, launch.columns)
-    chunk = max(128, launch.ahead * 1024 // (32 * launch.warps))  # a thread asks once
-    overlap = {"PDL": pdl, "RELEASE": launch.release, "AHEAD": launch.ahead * 1024, "CHUNK": chunk, "launch_pdl": pdl}
+    overlap = {"PDL": pdl, "launch_pdl": pdl}
     if launch.rows == 1:
         _one_row[(blocks,)](
             x, weight, out if bias is None else bias, out, N, K=K, COLUMNS=launch.columns, DEPTH=depth,
@@ -75,26 +71,19 @@ def _one_row(
     STAGES: tl.constexpr,
     BIASED: tl.constexpr,
     PDL: tl.constexpr,
-    RELEASE: tl.constexpr,
-    AHEAD: tl.constexpr,
-    CHUNK: tl.constexpr,
 ) -> None:
     """out [N]: COLUMNS whole rows of the weight a program."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
     at = weight + tl.minimum(column, N - 1).to(tl.int64)[:, None] * K + k[None, :]
+    ahead = tl.load(at)  # weights never change, so the first ones need not wait for the kernel before
     if PDL:
-        if RELEASE:
-            gdc_launch_dependents()
-        if AHEAD > 0 and tl.program_id(0) < ASKING:
-            asked = tl.program_id(0).to(tl.int64) * (COLUMNS * K * 2) + tl.arange(0, AHEAD // CHUNK) * CHUNK
-            prefetch(weight, asked, N.to(tl.int64) * K * 2, CHUNK)
         gdc_wait()
-    total = tl.zeros([COLUMNS, DEPTH], tl.float32)
-    for step in tl.range(0, K, DEPTH, num_stages=STAGES):
+    total = ahead.to(tl.float32) * tl.load(x + k).to(tl.float32)[None, :]
+    for step in tl.range(DEPTH, K, DEPTH, num_stages=STAGES):
         total += tl.load(at + step).to(tl.float32) * tl.load(x + step + k).to(tl.float32)[None, :]
-    if PDL and not RELEASE:
-        gdc_launch_dependents()
+    if PDL:
+        gdc_launch_dependents()  # late, so that programs of the next kernel spread over all multiprocessors
     value = tl.sum(total, 1)
     if BIASED:
         value += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)
@@ -120,9 +109,6 @@ def _some_rows(
     BIASED: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
-    RELEASE: tl.constexpr,
-    AHEAD: tl.constexpr,
-    CHUNK: tl.constexpr,
 ) -> None:
     """out [T, N], or with several parts of the depth (not ``WHOLE``) sums [parts, T, N] fp32."""
     row = tl.arange(0, ROWS)
@@ -134,14 +120,6 @@ def _some_rows(
     weight_at = weight + known[None, :] * K + k[:, None]
     real = (row < T)[:, None]
     if PDL:
-        if RELEASE:
-            gdc_launch_dependents()
-        if AHEAD > 0 and tl.program_id(0) < ASKING:
-            OF_A_ROW: tl.constexpr = AHEAD // COLUMNS // CHUNK
-            lane = tl.arange(0, COLUMNS * OF_A_ROW)
-            asked = tl.minimum(tl.program_id(0) * COLUMNS + lane // OF_A_ROW, N - 1).to(tl.int64) * K
-            asked = (asked + part * (steps * DEPTH)) * 2 + lane % OF_A_ROW * CHUNK
-            prefetch(weight, asked, N.to(tl.int64) * K * 2, CHUNK)
         gdc_wait()
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in tl.range(0, steps, num_stages=STAGES):
@@ -151,8 +129,8 @@ def _some_rows(
             total = tl.dot(given.to(tl.float32), factor.to(tl.float32), total, input_precision="ieee")
         else:
             total = tl.dot(given, factor, total)
-    if PDL and not RELEASE:
-        gdc_launch_dependents()
+    if PDL:
+        gdc_launch_dependents()  # late, so that programs of the next kernel spread over all multiprocessors
     if BIASED:
         total += tl.load(bias + known).to(tl.float32)[None, :]
     at = out + (part.to(tl.int64) * T + row[:, None]) * N + column[None, :]

@@ -14,11 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.ops.moe.triton_swiglu import clamped_swiglu
 from sidestream.ops.moe.triton_tiles import ExpertTiles, dividing
-from sidestream.ops.prefetch import prefetch
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-ASK_AHEAD = True
-"""Have the shared experts' gate and up brought to the L2 cache while the router still chooses."""
 
 
 def experts(
@@ -49,15 +46,12 @@ def experts(
         x.stride(1),
         float(swiglu_limit or 0.0),
         TOP_K=top_k,
-        SLOTS=slots,
         H=H,
         INNER=inner,
         COLUMNS=up_columns,
-        CHUNK=max(128, up_columns * H * 2 // (32 * tiles.gate_up.warps)),
         DEPTH=dividing(H, tiles.gate_up.depth),
         LIMITED=swiglu_limit is not None,
         STAGES=tiles.gate_up.stages,
-        AHEAD=ASK_AHEAD,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=tiles.gate_up.warps,
@@ -101,28 +95,19 @@ def _gate_up_one(
     x_stride: int,
     limit: float,
     TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr,
     H: tl.constexpr,
     INNER: tl.constexpr,
     COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
     DEPTH: tl.constexpr,
     LIMITED: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """hidden [slots, INNER]: COLUMNS rows of gate and of up a program, whole rows."""
     slot, part = tl.program_id(0) // (INNER // COLUMNS), tl.program_id(0) % (INNER // COLUMNS)
-    slot = (slot + TOP_K) % SLOTS  # shared experts first
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
     if PDL:
-        if AHEAD and slot >= TOP_K:  # known without the choice
-            first = ((num_experts + slot - TOP_K).to(tl.int64) * 2 * INNER + part * COLUMNS) * (2 * H)
-            asked = first + tl.arange(0, COLUMNS * H * 2 // CHUNK) * CHUNK
-            prefetch(w13, asked, first + COLUMNS * H * 2, CHUNK)
-            prefetch(w13, asked + 2 * INNER * H, first + 2 * INNER * H + COLUMNS * H * 2, CHUNK)
         gdc_wait()
     expert = _expert_of(slot, ids, num_experts, TOP_K)
     if expert < 0:

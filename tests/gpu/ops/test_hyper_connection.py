@@ -115,7 +115,7 @@ def test_overlapping_kernels_change_nothing(overlap: bool, early: bool, captured
     calls = [inputs(8, torch.bfloat16) for _ in range(6)]
 
     def layers(overlap: bool, early: bool) -> list[torch.Tensor]:
-        pre_launch = replace(triton_pre.launch_for(8), overlap=overlap, early=early)
+        pre_launch = replace(triton_pre.launch_for(8, 4 * HIDDEN), overlap=overlap, early=early)
         post_launch, results = replace(triton_post.launch_for(8), early=early), []
         for made in calls:
             normed, post, mix = triton_pre.hyper_connection_pre(**made, launch=pre_launch)

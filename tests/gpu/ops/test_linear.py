@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sidestream.ops.linear import linear, triton_linear
-from sidestream.ops.linear.launches import Launch, launch_for
+from sidestream.ops.linear.launches import launch_for
 from tests.tolerances import BF16_OUTPUT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -47,7 +47,7 @@ def test_equals_fp64(out_features: int, in_features: int, rows: int, bias: bool)
     check(got, x, weight, given)
 
 
-@pytest.mark.parametrize("ways", [{"early": False}, {"early": True}, {"ahead": 16}, {"ahead": 16, "release": True}])
+@pytest.mark.parametrize("ways", [{"early": False}, {"early": True}, {"stages": 2}])
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_every_way_of_launching_in_a_chain(rows: int, ways: dict[str, Any]) -> None:
     """Each product reads what the one before it wrote, in a graph: a kernel that reads too early shows."""
@@ -55,7 +55,7 @@ def test_every_way_of_launching_in_a_chain(rows: int, ways: dict[str, Any]) -> N
     x = draw(rows, 4096)
     launch = launch_for(rows, 4096, 4096)
     assert launch is not None
-    launches = [replace(launch, ahead=0, **ways), replace(launch, splits=1, **ways)]
+    launches = [replace(launch, **ways), replace(launch, splits=1, **ways)]
 
     def run() -> torch.Tensor:
         y = x
@@ -71,7 +71,7 @@ def test_every_way_of_launching_in_a_chain(rows: int, ways: dict[str, Any]) -> N
         x.normal_()
         want = x
         for i, weight in enumerate(weights):
-            want = triton_linear.linear(want, weight, None, launch=replace(launches[i % 2], early=False, ahead=0))
+            want = triton_linear.linear(want, weight, None, launch=replace(launches[i % 2], early=False))
             torch.cuda.synchronize()
         out.fill_(torch.nan)
         graph.replay()
@@ -95,12 +95,3 @@ def test_a_weight_beyond_2_to_the_31_elements() -> None:
         x = draw(rows, 16384)
         got = linear(x, weight, None)
         check(got[:, -64:], x, weight[-64:])
-
-
-def test_nothing_behind_the_weight_is_asked_for() -> None:
-    """The last program asks ahead for more than there is left; its address stays inside."""
-    launch = Launch(1, 4, 1024, 4, 1, ahead=32)
-    weight = draw(5, 1024)
-    x = draw(1, 1024)
-    got = triton_linear.linear(x, weight, None, launch=launch)
-    check(got, x, weight)
