@@ -23,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.core.ring import RingPlan
 from sidestream.ops.kda.torch_impl import L2_EPS
+from sidestream.ops.kda.triton_advance import MOST_TAPS, WARPS, advance
 from sidestream.ops.kda.triton_conv import log_decay
 
 
@@ -31,27 +32,22 @@ class Launch:
     """How the kernels are launched.
 
     Attributes:
-        ordered: the second kernel is that of ``triton_advance``.
-        num_warps: of the second kernel.
-        rows: of the step that a program of the first kernel takes: 1, or at least 16 for tensor cores.
-        outputs: of one head that it makes of them.
+        ordered: the second kernel is that of ``triton_advance``, which says its own launch.
+        rows: of the step that a program of the first kernel takes, at least 16.
         columns: of the state that the second kernel works on at once, while the next are on their way; if not ordered.
         overlap: start the second kernel beside the first, where the device can.
     """
 
     ordered: bool
-    num_warps: int
     rows: int = 16
-    outputs: int = 128
-    columns: int = 32
+    columns: int = 64
     overlap: bool = True
 
 
 def launch_for(rows: int, *, ordered: bool) -> Launch:
-    """By the number of rows: where they are few, what counts is that no multiprocessor waits for the first kernel."""
-    if rows == 1:
-        return Launch(ordered, num_warps=8 if ordered else 4, rows=1, outputs=32)
-    return Launch(ordered, num_warps=4, outputs=32 if rows <= 16 else 128)
+    """By the number of rows, as swept on an H200. Both sizes multiply in the same order, so a row's bits do not depend
+    on how many there are."""
+    return Launch(ordered, rows=16 if rows <= 16 else 32)
 
 
 @cache
@@ -90,11 +86,10 @@ def decode_step(
     T, H, D = projected.shape[0], A_log.numel(), expand.shape[2]
     hopper = _hopper(projected.device)
     if launch is None:
-        launch = launch_for(T, ordered=hopper and D == 128 and plan.window <= 5)
+        launch = launch_for(T, ordered=hopper and D == 128 and plan.window <= MOST_TAPS)
     overlap = launch.overlap and hopper
     expanded = torch.empty(2, T, H * D, dtype=torch.float32, device=projected.device)
-    outputs = min(launch.outputs, D)
-    _expand[(2 * H * D // outputs, triton.cdiv(T, launch.rows))](
+    _expand[(2 * H, triton.cdiv(T, launch.rows))](
         projected,
         expand,
         expanded,
@@ -103,27 +98,13 @@ def decode_step(
         H,
         D=D,
         ROWS=launch.rows,
-        OUTPUTS=outputs,
         RELEASES=overlap,
         NARROW=projected.is_cuda and projected.dtype != torch.float32,  # Triton's interpreter multiplies fp32 alone
         num_warps=4,
     )
     out = torch.empty(T, H * D, dtype=projected.dtype, device=projected.device)
-    arguments = (
-        projected,
-        conv_state,
-        state,
-        out,
-        expanded,
-        conv_weight,
-        plan.carry_rows,
-        plan.window_rows,
-        plan.keep_rows,
-        dt_bias,
-        A_log,
-        norm_weight,
-        slots,
-        start,
+    memories = (projected, conv_state, state, out, expanded, conv_weight, dt_bias, A_log, norm_weight, slots, start)
+    numbers = (
         0.0 if lower_bound is None else lower_bound,
         norm_eps,
         projected.stride(0),
@@ -135,16 +116,15 @@ def decode_step(
         state.shape[1],
         D,
         plan.window,
+        plan.length,
         lower_bound is not None,
         overlap,
     )
     options: dict[str, bool] = {"launch_pdl": True} if overlap else {}
     if launch.ordered:
-        from sidestream.ops.kda.triton_advance import advance
-
-        advance[(H, T)](*arguments, num_warps=launch.num_warps, **options)
+        advance[(H, T)](*memories, *numbers, num_warps=WARPS, **options)
     else:
-        _advance[(H, T)](*arguments, min(launch.columns, D), num_warps=launch.num_warps, **options)
+        _advance[(H, T)](*memories, *numbers, min(launch.columns, D), num_warps=WARPS, **options)
     return out
 
 
@@ -158,28 +138,24 @@ def _expand(
     H: tl.tensor,
     D: tl.constexpr,
     ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
     RELEASES: tl.constexpr,
     NARROW: tl.constexpr,
 ) -> None:
-    """Low-rank rows times some of one head's outputs: [2, T, H * D] fp32."""
+    """Low-rank rows of one gate times one head's outputs: [2, T, H * D] fp32."""
     if RELEASES:
         gdc_launch_dependents()
-    width = H * D
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    half = tl.program_id(0) * OUTPUTS // width
+    half = tl.program_id(0) // H
+    head = tl.program_id(0) % H
     t = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     line = tl.arange(0, D)
-    weight = tl.load(expand + output[:, None] * D + line[None, :])
-    place = t[:, None] * row + 3 * width + half * D + line[None, :]
+    weight = tl.load(expand + tl.program_id(0) * (D * D) + line[:, None] * D + line[None, :])
+    place = t[:, None] * row + (3 * H + half) * D + line[None, :]
     low = tl.load(projected + place, mask=(t < T)[:, None], other=0.0)
-    if ROWS == 1:
-        result = tl.sum(weight.to(tl.float32) * low.to(tl.float32), axis=1)[None, :]
-    elif NARROW:
+    if NARROW:
         result = tl.dot(low, tl.trans(weight))
     else:
         result = tl.dot(low.to(tl.float32), tl.trans(weight.to(tl.float32)), input_precision="ieee")
-    target = (half * T + t)[:, None] * width + output[None, :] - half * width
+    target = ((half * T + t) * H + head)[:, None] * D + line[None, :]
     tl.store(expanded + target, result, mask=(t < T)[:, None])
 
 
@@ -188,27 +164,28 @@ def convolved(
     x: tl.tensor,
     conv_state: tl.tensor,
     conv_weight: tl.tensor,
-    carry_rows: tl.tensor,
-    window_rows: tl.tensor,
+    first_row: tl.tensor,
+    position: tl.tensor,
     channel: tl.tensor,
     width: tl.tensor,
     weight_channel: tl.tensor,
     weight_tap: tl.tensor,
     TAPS: tl.constexpr,
+    LENGTH: tl.constexpr,
 ) -> tl.tensor:
-    """silu of the convolution of one token, fp32, oldest tap first. ``x`` holds its own channels; a window row of 0
-    stands for a position before the sequence, whatever the ring holds."""
+    """silu of the convolution of one token, fp32, oldest tap first. ``x`` holds its own channels; what the ring, from
+    ``first_row`` on, holds for positions before the sequence is not read."""
     total = tl.zeros_like(x).to(tl.float32)
     for tap in tl.static_range(TAPS - 1):
-        exists = tl.load(window_rows + tap) != 0
-        row = tl.load(carry_rows + tap)
-        past = tl.load(conv_state + row * width + channel, mask=exists, other=0.0)
+        wanted = position - (TAPS - 1) + tap
+        row = first_row + wanted % LENGTH
+        past = tl.load(conv_state + row * width + channel, mask=wanted >= 0, other=0.0)
         total += past.to(tl.float32) * tl.load(conv_weight + channel * weight_channel + tap * weight_tap)
     total += x.to(tl.float32) * tl.load(conv_weight + channel * weight_channel + (TAPS - 1) * weight_tap)
     return total * tl.sigmoid(total)
 
 
-@triton.jit(do_not_specialize=["expanded_part"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
 def _advance(
     projected: tl.tensor,
     conv_state: tl.tensor,
@@ -216,9 +193,6 @@ def _advance(
     out: tl.tensor,
     expanded: tl.tensor,
     conv_weight: tl.tensor,
-    carry_rows: tl.tensor,
-    window_rows: tl.tensor,
-    keep_rows: tl.tensor,
     dt_bias: tl.tensor,
     a_log: tl.tensor,
     norm_weight: tl.tensor,
@@ -235,6 +209,7 @@ def _advance(
     VERSIONS: tl.constexpr,
     D: tl.constexpr,
     TAPS: tl.constexpr,
+    LENGTH: tl.constexpr,
     BOUNDED: tl.constexpr,
     OVERLAP: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -247,7 +222,6 @@ def _advance(
 
     position = tl.load(start + t)
     slot = tl.load(slots + t).to(tl.int64)
-    keep = tl.load(keep_rows + t)
     before = slot * VERSIONS + position % VERSIONS
     after = slot * VERSIONS + (position + 1) % VERSIONS
     old = state + (before * H + h) * D * D
@@ -257,36 +231,28 @@ def _advance(
 
     given = projected + t * projected_row
     channel = h * D + line
-    carry_rows += t * (TAPS - 1)
-    window_rows += t * TAPS
     low = given + 3 * width
     beta = tl.sigmoid(tl.load(low + 2 * D + h).to(tl.float32))
     x_q = tl.load(given + channel)
     x_k = tl.load(given + width + channel)
     x_v = tl.load(given + 2 * width + channel)
     ring = 3 * width
+    first = slot * LENGTH
     q = convolved(
-        x_q, conv_state, conv_weight, carry_rows, window_rows, channel, ring, weight_channel, weight_tap, TAPS
+        x_q, conv_state, conv_weight, first, position, channel, ring, weight_channel, weight_tap, TAPS, LENGTH
     )
     k = convolved(
-        x_k, conv_state, conv_weight, carry_rows, window_rows, width + channel, ring, weight_channel, weight_tap, TAPS
+        x_k, conv_state, conv_weight, first, position, width + channel, ring, weight_channel, weight_tap, TAPS, LENGTH
     )
+    channel_v = 2 * width + channel
     v = convolved(
-        x_v,
-        conv_state,
-        conv_weight,
-        carry_rows,
-        window_rows,
-        2 * width + channel,
-        ring,
-        weight_channel,
-        weight_tap,
-        TAPS,
+        x_v, conv_state, conv_weight, first, position, channel_v, ring, weight_channel, weight_tap, TAPS, LENGTH
     )
+    keep = first + position % LENGTH
     tl.debug_barrier()  # the ring row written next is one that other threads have just read
     tl.store(conv_state + keep * ring + channel, x_q)
     tl.store(conv_state + keep * ring + width + channel, x_k)
-    tl.store(conv_state + keep * ring + 2 * width + channel, x_v)
+    tl.store(conv_state + keep * ring + channel_v, x_v)
     if OVERLAP:
         gdc_wait()
     forget = tl.load(expanded + t * width + channel)

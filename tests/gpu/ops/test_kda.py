@@ -29,7 +29,7 @@ def step(arguments: dict[str, Any]) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "heads", "dim"), [(1, HEADS, DIM), (6, HEADS, DIM), (9, 8, DIM), (5, 3, 32)])
 def test_decode_step_equals_the_formula(rows: int, heads: int, dim: int, dtype: torch.dtype) -> None:
-    """Few rows expand the low-rank products themselves, more do not; fresh, continuing and padding rows."""
+    """Heads of 128 in one kernel, smaller ones in the other; fresh, continuing and padding rows."""
     padding = min(2, rows - 1)
     for versions, rollback, bounded in ((1, 0, True), (3, 2, False)):
         choice = {"padding": padding, "versions": versions, "rollback": rollback, "bounded": bounded}
@@ -63,6 +63,20 @@ def test_decode_step_of_a_row_does_not_depend_on_its_neighbours() -> None:
     other = map_tensors(case, torch.clone)
     other["projected"][:13] = torch.nan
     assert torch.equal(step(other)[13], step(case)[13])
+
+
+def test_decode_step_of_a_row_does_not_depend_on_the_size_of_the_batch() -> None:
+    """Alone, among 16 and among 64: the same bits."""
+    case = to_gpu(decode_step_case(64, HEADS, DIM, padding=0, dtype=torch.bfloat16))
+    outputs = []
+    for rows in (5, 16, 64):
+        mine = map_tensors(case, torch.clone)
+        starts, slots = mine["start"][:rows].tolist(), mine["slots"][:rows].tolist()
+        mine["plan"] = plan_ring(starts, [1] * rows, slots, window=4, ring_length=3, device=torch.device("cuda"))
+        mine |= {name: mine[name][:rows] for name in ("projected", "slots", "start")}
+        outputs.append(step(mine)[4])
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
 
 
 @pytest.mark.parametrize("rows", [2, 32])
