@@ -62,6 +62,7 @@ def benches() -> list[Bench]:
     kernels = sorted(path.name for path in (HERE / "kernels").glob("bench_*.py"))
     found = [Bench(name[6:-3], (f"benchmarks/kernels/{name}", "OUT")) for name in kernels]
     found.append(Bench("streams", ("benchmarks/streams_gpu.py", "--json", "OUT")))
+    found.append(Bench("prefix cache", ("benchmarks/prefix_gpu.py", "--json", "OUT")))
     a, both = "glm5-next-slice-a.json", "1x8192 32x8192"
     prefills = ("--prefill", "8192", "32768")
     found.append(engine_bench("decode A", a, "1x2048 1x32768 8x8192 32x8192 64x8192", "--repeats", "5", *prefills))
