@@ -175,8 +175,10 @@ class AsyncEngine:
         """The result of work that uses the tokenizer, on the one thread that does: it is not safe on several."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
 
-    async def stream(self, prompts: Sequence[ProcessedPrompt]) -> AsyncGenerator[Delta, None]:
-        """Run prompts; one delta a token, of all completions as they come. Closing the iterator aborts what is left.
+    async def stream(self, prompts: Sequence[ProcessedPrompt]) -> AsyncGenerator[list[Delta], None]:
+        """Run prompts; one delta a token, all that have come since the last time. Closing aborts what is left.
+
+        So whoever takes long to pass something on gets more at once, and costs less.
 
         Raises:
             CapacityError, RequestError: the engine can never run one of them; the others are aborted.
@@ -199,11 +201,17 @@ class AsyncEngine:
             self._link.send(message)
             left = len(names)
             while left:
+                deltas: list[Delta] = []
                 item = await inbox.get()
-                if isinstance(item, SidestreamError):
-                    raise item
-                left -= item.finish_reason is not None
-                yield item
+                while True:
+                    if isinstance(item, SidestreamError):
+                        raise item
+                    left -= item.finish_reason is not None
+                    deltas.append(item)
+                    if inbox.empty():
+                        break
+                    item = inbox.get_nowait()
+                yield deltas
         finally:
             self._drop(prompts, names)
 

@@ -87,31 +87,35 @@ class _Answer:
 
     async def whole(self) -> dict[str, Any]:
         output: RequestOutput | None = None
-        async with aclosing(self._service.run([self._prompt])) as deltas:
-            async for delta in deltas:
-                output = delta.output
+        async with aclosing(self._service.run([self._prompt])) as arrivals:
+            async for deltas in arrivals:
+                output = deltas[-1].output
         assert output is not None, "a prompt ended without a token"
         choices = [self._choice(completion) for completion in output.outputs]
         generated = sum(len(completion.token_ids) for completion in output.outputs)
-        return self._head | {"object": "chat.completion", "choices": choices, "usage": self._usage(generated, output)}
+        return self._head | {
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": self._usage(generated, output),
+        }
 
-    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self) -> AsyncGenerator[list[dict[str, Any]], None]:
         options, generated = self._body.stream_options, 0
         every = options is not None and bool(options.continuous_usage_stats)
         head = self._head | {"object": "chat.completion.chunk"}
         output: RequestOutput | None = None
-        async with aclosing(self._service.run([self._prompt])) as deltas:
-            async for delta in deltas:
-                generated += 1
-                output = delta.output
-                for choice in self._chunks(delta):
-                    yield (
-                        head
-                        | {"choices": [choice]}
-                        | ({"usage": self._usage(generated, delta.output)} if every else {})
-                    )
+        async with aclosing(self._service.run([self._prompt])) as arrivals:
+            async for deltas in arrivals:
+                chunks = []
+                for delta in deltas:
+                    generated += 1
+                    output = delta.output
+                    counts = {"usage": self._usage(generated, output)} if every else {}
+                    chunks += [head | {"choices": [choice]} | counts for choice in self._chunks(delta)]
+                if chunks:
+                    yield chunks
         if options is not None and options.include_usage:
-            yield head | {"choices": [], "usage": self._usage(generated, output)}
+            yield [head | {"choices": [], "usage": self._usage(generated, output)}]
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
         parser = self._parsers[completion.index]

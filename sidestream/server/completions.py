@@ -109,9 +109,9 @@ class _Answer:
 
     async def whole(self) -> dict[str, Any]:
         outputs: dict[int, RequestOutput] = {}
-        async with aclosing(self._service.run(self._batch)) as deltas:
-            async for delta in deltas:
-                outputs[delta.prompt_index] = delta.output
+        async with aclosing(self._service.run(self._batch)) as arrivals:
+            async for deltas in arrivals:
+                outputs |= {delta.prompt_index: delta.output for delta in deltas}
         parts = [
             self._whole_part(prompt, outputs[prompt], completion)
             for prompt in sorted(outputs)
@@ -121,20 +121,24 @@ class _Answer:
         choices = [part.as_choice() for part in parts]
         return self._head | {"choices": choices, "usage": self._usage(generated, outputs)}
 
-    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self) -> AsyncGenerator[list[dict[str, Any]], None]:
         options, generated = self._body.stream_options, 0
         every = options is not None and bool(options.continuous_usage_stats)
         outputs: dict[int, RequestOutput] = {}
-        async with aclosing(self._service.run(self._batch)) as deltas:
-            async for delta in deltas:
-                generated += 1
-                outputs[delta.prompt_index] = delta.output
-                part = self._part(delta)
-                if part.text or part.finish_reason is not None or part.logprobs is not None or every:
-                    counts = {"usage": self._usage(generated, outputs)} if every else {}
-                    yield self._head | {"choices": [part.as_choice()]} | counts
+        async with aclosing(self._service.run(self._batch)) as arrivals:
+            async for deltas in arrivals:
+                chunks = []
+                for delta in deltas:
+                    generated += 1
+                    outputs[delta.prompt_index] = delta.output
+                    part = self._part(delta)
+                    if part.text or part.finish_reason is not None or part.logprobs is not None or every:
+                        counts = {"usage": self._usage(generated, outputs)} if every else {}
+                        chunks.append(self._head | {"choices": [part.as_choice()]} | counts)
+                if chunks:
+                    yield chunks
         if options is not None and options.include_usage:
-            yield self._head | {"choices": [], "usage": self._usage(generated, outputs)}
+            yield [self._head | {"choices": [], "usage": self._usage(generated, outputs)}]
 
     def _part(self, delta: Delta) -> _Part:
         """A streamed part; the first of a choice begins with the prompt if that is to be echoed."""

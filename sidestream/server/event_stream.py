@@ -51,12 +51,13 @@ class EventStream(Response):
     """Server-sent events: one a JSON object, then ``[DONE]``. An error after the first is an event too.
 
     Args:
-        events: closed whatever happens, which aborts what it stands for.
+        first, events: lists of objects, each list sent at once. ``events`` is closed whatever happens, which aborts
+            what it stands for.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: Any, events: AsyncGenerator[Any, None]) -> None:
+    def __init__(self, first: list[Any], events: AsyncGenerator[list[Any], None]) -> None:
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._first = first
@@ -72,10 +73,10 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await _send(send, _event(self._first))
+        await _send(send, b"".join(map(_event, self._first)))
         try:
-            async for event in self._events:
-                await _send(send, _event(event))
+            async for events in self._events:
+                await _send(send, b"".join(map(_event, events)))
         except Exception as error:
             known = as_api_error(error)
             await _send(send, _event(known.body), last=True)
@@ -85,7 +86,7 @@ class EventStream(Response):
         await _send(send, DONE, last=True)
 
 
-async def event_stream(receive: Receive, events: AsyncGenerator[Any, None]) -> EventStream:
+async def event_stream(receive: Receive, events: AsyncGenerator[list[Any], None]) -> EventStream:
     """A stream whose first event is there, so that what goes wrong before it still has a status of its own."""
     try:
         first = await unless_gone(receive, anext(events))

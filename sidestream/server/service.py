@@ -112,7 +112,7 @@ class Service:
                 f"(max_sequences)"
             )
 
-    async def run(self, batch: Sequence[ProcessedPrompt]) -> AsyncGenerator[Delta, None]:
+    async def run(self, batch: Sequence[ProcessedPrompt]) -> AsyncGenerator[list[Delta], None]:
         """Run prompts, observed; closing it aborts them."""
         clocks = {
             (index, completion): RequestClock(self.metrics, prompt_tokens=len(prompt.token_ids))
@@ -120,13 +120,14 @@ class Service:
             for completion in range(len(prompt.requests))
         }
         try:
-            async with aclosing(self.engine.stream(batch)) as deltas:
-                async for delta in deltas:
-                    place = (delta.prompt_index, delta.completion_index)
-                    clocks[place].token(delta.finish_reason)
-                    if delta.finish_reason is not None:
-                        del clocks[place]
-                    yield delta
+            async with aclosing(self.engine.stream(batch)) as arrivals:
+                async for deltas in arrivals:
+                    for delta in deltas:
+                        place = (delta.prompt_index, delta.completion_index)
+                        clocks[place].token(delta.finish_reason)
+                        if delta.finish_reason is not None:
+                            del clocks[place]
+                    yield deltas
         finally:
             for clock in clocks.values():
                 clock.dropped()

@@ -1,0 +1,119 @@
+"""What HTTP costs: tokens per second of streams through the server, against the offline engine on the same work.
+
+Both engines stand ready in one run and take turns, so that whatever else the machine does meets both. The client reads
+raw bytes and counts events, lest it be measured itself; engine, server and client still share the machine's cores.
+
+    python benchmarks/serve_overhead.py --json benchmarks/results/serve-overhead.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from sidestream import LLM, SamplingParams
+
+READY = re.compile(r"ready after .*: (http://\S+?)/v1")
+
+
+def prompts(streams: int) -> list[str]:
+    return [f"Question: What is {11 + i} + {29 + 2 * i}?\nAnswer:" for i in range(streams)]
+
+
+def offline(llm: LLM, streams: int, tokens: int) -> float:
+    """Tokens per second of one batch."""
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    began = time.perf_counter()
+    outputs = llm.generate(prompts(streams), params)
+    seconds = time.perf_counter() - began
+    made = sum(len(output.outputs[0].token_ids) for output in outputs)
+    assert made == streams * tokens, f"{made} tokens were generated"
+    return made / seconds
+
+
+async def one_stream(host: str, port: int, prompt: str, tokens: int) -> int:
+    """Completion tokens that the server reports at the end of a stream."""
+    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    data = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
+    reader, writer = await asyncio.open_connection(host, port)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+    last = b""
+    while piece := await reader.read(1 << 16):
+        last = (last + piece)[-4096:]
+    writer.close()
+    assert b"data: [DONE]" in last, last[-300:]
+    return int(re.findall(rb'"completion_tokens":(\d+)', last)[-1])
+
+
+def streamed(address: str, streams: int, tokens: int) -> float:
+    """Tokens per second of as many streams at once, first byte sent to last byte read."""
+    host, port = address.removeprefix("http://").split(":")
+
+    async def run() -> int:
+        jobs = [one_stream(host, int(port), prompt, tokens) for prompt in prompts(streams)]
+        return sum(await asyncio.gather(*jobs))
+
+    began = time.perf_counter()
+    made = asyncio.run(run())
+    seconds = time.perf_counter() - began
+    assert made == streams * tokens, f"{made} tokens were generated"
+    return made / seconds
+
+
+def start_server(streams: int) -> tuple[subprocess.Popen[str], str]:
+    command = [sys.executable, "-m", "sidestream.cli.main", "serve", "--port", "0", "--no-prefix-caching"]
+    process = subprocess.Popen([*command, "--max-num-seqs", str(streams)], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if match := READY.search(line):
+            return process, match[1]
+    raise SystemExit("the server did not start")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    llm = LLM(max_num_seqs=arguments.streams, enable_prefix_caching=False)
+    process, address = start_server(arguments.streams)
+    try:
+        offline(llm, arguments.streams, 8)
+        streamed(address, arguments.streams, 8)
+        rounds: list[dict[str, float]] = []
+        for _ in range(arguments.rounds):
+            alone = offline(llm, arguments.streams, arguments.tokens)
+            http = streamed(address, arguments.streams, arguments.tokens)
+            rounds.append({"offline": alone, "http": http, "ratio": http / alone})
+            print(f"offline {alone:7.0f} tokens/s, through HTTP {http:7.0f}, ratio {http / alone:.2f}")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+    ratios = [entry["ratio"] for entry in rounds]
+    result: dict[str, Any] = {
+        "streams": arguments.streams,
+        "tokens": arguments.tokens,
+        "rounds": rounds,
+        "ratio_median": statistics.median(ratios),
+        "machine": platform.processor() or platform.machine(),
+    }
+    print(f"ratio {result['ratio_median']:.2f} (median of {len(ratios)}, {min(ratios):.2f} to {max(ratios):.2f})")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
