@@ -50,7 +50,8 @@ def test_steps_run_and_touch_scratch_memory_only() -> None:
     built = build_engine(bundled_model(), user)
     built.pools.poison()
     pools = (*built.pools.kv.values(), *built.pools.index_keys.values(), *built.pools.recurrent.values())
-    scratch = [pool.shape[0] // (built.num_slots if pool.dim() > 3 else built.num_blocks) for pool in pools]
+    slots = built.num_slots + built.num_snapshots
+    scratch = [pool.shape[0] // (slots if pool.dim() > 3 else built.num_blocks) for pool in pools]
     for rows, pool in zip(scratch, pools, strict=True):
         pool[:rows] = 0
     for pool in (*built.pools.conv.values(), *built.pools.index_tail.values()):

@@ -7,6 +7,6 @@ from sidestream.ops.slot_copy import torch_impl
 
 __all__ = ["copy_slots"]
 
-copy_slots = operator("slot_copy.copy_slots", reads=("state",), writes=("state",), rows={"state": "slots"})(
-    torch_impl.copy_slots
-)
+copy_slots = operator(
+    "slot_copy.copy_slots", reads=("source",), writes=("target",), rows={"target": "to", "source": "taken"}
+)(torch_impl.copy_slots)

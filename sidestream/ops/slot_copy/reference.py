@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 
 
-def copy_slots(state: torch.Tensor, *, slots: Sequence[tuple[int, int]]) -> None:
+def copy_slots(target: torch.Tensor, source: torch.Tensor, *, to: Sequence[int], taken: Sequence[int]) -> None:
     """As the fast path."""
-    flat = state.reshape(state.shape[0], -1)
-    for source, target in slots:
-        for i in range(flat.shape[1]):
-            flat[target, i] = flat[source, i]
-    state.copy_(flat.view(state.shape))
+    values = source.reshape(source.shape[0], -1).clone()
+    written = values if target is source else target.reshape(target.shape[0], -1).clone()
+    for place, slot in zip(to, taken, strict=True):
+        for i in range(values.shape[1]):
+            written[place, i] = values[slot, i]
+    target.copy_(written.view(target.shape))

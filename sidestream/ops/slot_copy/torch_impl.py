@@ -1,4 +1,4 @@
-"""Slot copies in torch: one copy a pair, whatever the number of layers."""
+"""Slot copies in torch: one copy a slot, whatever the number of layers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 
-def copy_slots(state: torch.Tensor, *, slots: Sequence[tuple[int, int]]) -> None:
-    """Copy ``state[source]`` to ``state[target]`` for each (source, target), one after the other, byte for byte.
+def copy_slots(target: torch.Tensor, source: torch.Tensor, *, to: Sequence[int], taken: Sequence[int]) -> None:
+    """Copy ``source[taken[i]]`` to ``target[to[i]]``, byte for byte and one after the other.
 
     Args:
-        state: [S, ...] of any type and stride.
+        target, source: [S, ...] of one type and any stride; they may be the same tensor.
     """
-    for source, target in slots:
-        state[target].copy_(state[source])
+    for place, slot in zip(to, taken, strict=True):
+        target[place].copy_(source[slot])

@@ -29,7 +29,7 @@ EIGHT: dict[str, Any] = {"max_num_seqs": BUCKET, "max_num_batched_tokens": BUCKE
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of every pool on the host: [num_blocks, bytes] and [num_slots, bytes] each."""
+    """Bytes of every pool on the host: [num_blocks, bytes] and [slots, bytes] each."""
 
     blocks: list[torch.Tensor]
     slots: list[torch.Tensor]
@@ -42,7 +42,7 @@ class Memory:
         assert len(blocks) + len(slots) == len(pools.tensors())
         return cls(
             [x.cpu().reshape(pools.num_blocks, -1).view(torch.uint8) for x in blocks],
-            [x.cpu().reshape(pools.num_slots, -1).view(torch.uint8) for x in slots],
+            [x.cpu().reshape(pools.num_slots + pools.num_snapshots, -1).view(torch.uint8) for x in slots],
         )
 
 

@@ -60,7 +60,7 @@ def test_padding_rows_leave_parked_and_free_slots_alone(mode: str) -> None:
     def watched() -> list[torch.Tensor]:
         states = [state[untouched].cpu() for state in pools.recurrent.values()]
         rings = [
-            ring.view(built.num_slots, -1)[untouched].cpu()
+            ring.view(built.num_slots + built.num_snapshots, -1)[untouched].cpu()
             for ring in (*pools.conv.values(), *pools.index_tail.values())
         ]
         rows = [kv.view(built.num_blocks, -1)[blocks].cpu() for kv in pools.kv.values()]
