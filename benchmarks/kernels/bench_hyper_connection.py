@@ -1,6 +1,6 @@
 """Time hyper-connections (and an RMS norm) on a GPU: every launch against the formula first, then graphs of 20 calls.
 
-    python benchmarks/kernels/bench_hyper_connection.py [results.json]
+    python benchmarks/kernels/bench_hyper_connection.py [results.json] [--tables]
 
 The shape is GLM-5.3-Flash's: 4 streams of 4,096, bf16, 20 Sinkhorn iterations. Floor of collapse and expand: streams
 read twice and written once, input and output once each, 112 KB a row, and ``fn`` once, at 4.28 TB/s. Expected of both
@@ -9,10 +9,10 @@ together: 5.0 us at batch 1, 6.0 at 8, 6.5 at 64; 290 at 8,192 rows.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -63,7 +63,7 @@ EXPANDS = [
     for choice in ((512, 4), (512, 4, True), (1024, 4), (1024, 4, True), (256, 2), (256, 2, True), (2048, 8), (4096, 8))
 ]
 
-JOINT = {1: [(1, 128, 128, 4), (1, 64, 256, 4), (1, 128, 128, 8), (1, 256, 64, 4)]}
+JOINT = {1: [(1, 64, 256, 4), (1, 128, 128, 4), (1, 128, 128, 8), (1, 256, 64, 4)]}
 """By rows: (block, shares, depth, warps) of expand and collapse in two kernels."""
 
 
@@ -167,14 +167,14 @@ def jointly(made: dict[str, Any], weights: tuple[torch.Tensor, ...], launch: Lau
     )  # fmt: skip
 
 
-def joint_times(rows: int, sets: list[dict[str, Any]]) -> dict[str, float]:
+def joint_times(rows: int, sets: list[dict[str, Any]], launches: list[Launch]) -> dict[str, float]:
     """Expand, then the next collapse: what lies between two sublayers."""
     made = sets[0]
     weights = reference.hyper_connection_pre(**made, **SETTINGS)
     new = reference.hyper_connection_post(made["streams"], weights[0], weights[1], mix=weights[2])
     want = (new, *reference.hyper_connection_pre(**{**made, "streams": new}, **SETTINGS))
     times = {}
-    for launch in [None, *joint_launches(rows)] if rows <= joint_kernel.MOST_ROWS else []:
+    for launch in [None, *launches] if rows <= joint_kernel.MOST_ROWS else []:
         for name, a, b in zip(("streams", "input", "post", "mix"), jointly(made, weights, launch), want, strict=True):
             # rounded streams differ by a bf16 step here and there, which moves what follows
             assert error(a, b) < 10 * WORST[name], (name, error(a, b), launch)
@@ -202,22 +202,29 @@ def both_in_torch(made: dict[str, Any]) -> torch.Tensor:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("--tables", action="store_true", help="sweep nothing")
+    options = parser.parse_args()
     began = time.monotonic()
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "shapes": {}}
     with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_one, [(rows, launch) for rows in JOINT for launch in joint_launches(rows)]))
+        tried = [] if options.tables else [(rows, launch) for rows in JOINT for launch in joint_launches(rows)]
+        list(pool.map(compile_one, tried))
     print(f"compiled after {time.monotonic() - began:.0f} s")
     for rows in PRODUCTS:
         row_bytes = STREAMS * HIDDEN * 2
         floor = (rows * (3 * row_bytes + 4 * HIDDEN) + 24 * STREAMS * HIDDEN * 4) / BYTES_PER_S * 1e6
         count = min(CALLS, max(2, int(L2_BYTES // (rows * row_bytes + 1.6e6)) + 1))
         sets = [arguments(rows, seed=i) for i in range(count)]
-        joint = joint_times(rows, sets)
-        collapses, expands = collapse_times(rows, sets, began + BUDGET_S), expand_times(rows, sets)
-        together = {
-            "best launches": timed(lambda made: both(made, best(collapses), best(expands)), sets),  # noqa: B023
-            "launch_for": timed(lambda made: both(made, None, None), sets),
-        }
+        joint = joint_times(rows, sets, [] if options.tables else joint_launches(rows))
+        collapses: dict[Launch, float] = {}
+        expands: dict[post_kernel.Launch, float] = {}
+        together = {"launch_for": timed(lambda made: both(made, None, None), sets)}
+        if not options.tables:
+            collapses, expands = collapse_times(rows, sets, began + BUDGET_S), expand_times(rows, sets)
+            launches = best(collapses), best(expands)
+            together["best launches"] = timed(lambda made: both(made, *launches), sets)  # noqa: B023
         x, weight = sets[0]["streams"][:, 0].contiguous(), sets[0]["norm_weight"][0]
         together["rms_norm alone"] = timed(lambda _: triton_norms.rms_norm(x, weight, 1e-5), sets)  # noqa: B023
         if rows <= 64:
@@ -237,8 +244,8 @@ def main() -> None:
                 print(f"  {title:8s} {value:8.2f} us  {launch}")
         del sets
     print(f"\n{time.monotonic() - began:.0f} s")
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps(results, indent=1) + "\n")
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Linear layers of few rows on a GPU: each launch checked, then timed in graphs, beside the library and the floor.
 
-    PYTHONPATH=. python benchmarks/kernels/bench_linear.py OUT.json [--rows 1 8]
+    PYTHONPATH=. python benchmarks/kernels/bench_linear.py OUT.json [--rows 1 8] [--tables]
 
 The shapes are those of GLM-5.3-Flash. A graph calls one product after the other with weights that rotate through more
 copies than the L2 cache holds. Floor: the weight once over 4.28 TB/s; the bar is 4.1 TB/s.
@@ -12,7 +12,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -39,41 +39,26 @@ SHAPES = {
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 ROTATED_BYTES = 300e6
 
-ONE = [
-    (c, d, w, s)
-    for c, d, w, s in (
-        (4, 1024, 4, 1), (8, 1024, 8, 1), (8, 512, 4, 1), (2, 2048, 4, 1), (4, 2048, 8, 1), (4, 512, 2, 1),
-        (8, 512, 4, 3), (1, 4096, 4, 1), (2, 4096, 8, 1), (16, 512, 8, 2),
-    )
-]  # fmt: skip
-ONE_WAYS = [(False, 0, False), (True, 0, False), (True, 16, False), (True, 16, True), (True, 32, False)]
-"""(early, ahead, release), each with the first tiles."""
-SOME = {
-    16: [(32, 128, 4, 4, 1), (32, 256, 4, 3, 1), (64, 128, 4, 4, 1), (32, 128, 4, 4, 4), (64, 128, 4, 4, 4),
-         (32, 256, 4, 3, 4), (16, 256, 4, 4, 1), (64, 256, 4, 3, 8), (32, 128, 4, 4, 2), (128, 64, 4, 4, 4)],
-    32: [(64, 128, 4, 4, 1), (32, 128, 4, 4, 1), (64, 128, 4, 4, 4), (32, 128, 4, 4, 4), (128, 64, 4, 4, 4),
-         (64, 128, 4, 3, 2)],
-    64: [(64, 128, 4, 3, 1), (64, 64, 4, 5, 1), (128, 64, 4, 4, 1), (64, 128, 4, 3, 4), (128, 64, 4, 4, 4),
-         (64, 128, 4, 4, 2), (128, 128, 8, 3, 4), (32, 128, 4, 4, 1)],
+TILES = {
+    1: [(2, 4096, 8, 1), (2, 2048, 4, 1), (4, 1024, 4, 1), (4, 2048, 8, 1), (8, 512, 4, 1), (8, 512, 4, 3),
+        (1, 4096, 4, 1), (4, 512, 2, 1), (16, 512, 8, 2)],
+    16: [(64, 128, 4, 4, 1), (64, 128, 4, 4, 4), (32, 128, 4, 4, 1), (32, 128, 4, 4, 2), (32, 128, 4, 4, 4),
+         (32, 256, 4, 3, 1), (32, 256, 4, 3, 4), (64, 256, 4, 3, 8), (128, 64, 4, 4, 4), (16, 256, 4, 4, 1)],
+    32: [(64, 128, 4, 4, 1), (32, 128, 4, 4, 1), (64, 128, 4, 4, 4), (32, 128, 4, 4, 4), (128, 64, 4, 4, 4)],
+    64: [(128, 64, 4, 4, 1), (64, 64, 4, 5, 1), (64, 128, 4, 4, 2), (128, 64, 4, 4, 4), (64, 128, 4, 3, 4),
+         (128, 128, 8, 3, 4), (32, 128, 4, 4, 1)],
 }  # fmt: skip
-SOME_WAYS = [(False, 0, False), (True, 0, False), (True, 16, False), (True, 16, True)]
+"""By rows of a program: (columns, depth, warps, stages, splits)."""
 
 
 def launches(rows: int) -> list[Launch]:
+    """The first two without an early start, too."""
     height = 1 if rows == 1 else max(16, 1 << (rows - 1).bit_length())
-    if rows == 1:
-        made = [Launch(1, *tiles, early=True) for tiles in ONE]
-        ways = ONE_WAYS
-    else:
-        made = [Launch(height, *tiles, early=True) for tiles in SOME[height]]
-        ways = SOME_WAYS
-    for early, ahead, release in ways:
-        for tiles in made[:2]:
-            made.append(replace(tiles, early=early, ahead=ahead, release=release))
-    return list(dict.fromkeys(made))
+    made = [Launch(height, *tiles) for tiles in TILES[height]]
+    return made + [replace(launch, early=False) for launch in made[:2]]
 
 
-def bench(report: Report, name: str, rows: int) -> None:
+def bench(report: Report, name: str, rows: int, *, sweep: bool) -> None:
     N, K = SHAPES[name]
     sets = max(2, int(ROTATED_BYTES // (2 * N * K)) + 1)
     weights = [draw(N, K, spread=K**-0.5) for _ in range(sets)]
@@ -89,23 +74,25 @@ def bench(report: Report, name: str, rows: int) -> None:
     table = launch_for(rows, N, K)
     if table is not None:
         measure("table", partial(triton_linear.linear, launch=table))
-    for launch in launches(rows):
+    for launch in launches(rows) if sweep else ():
         measure(short(launch), partial(triton_linear.linear, launch=launch))
 
 
 def short(launch: Launch) -> str:
-    tiles = f"{launch.rows}: {launch.columns}x{launch.depth} w{launch.warps} s{launch.stages} split {launch.splits}"
-    return tiles + f" {'early' if launch.early else '-'} ahead {launch.ahead} {'release' if launch.release else '-'}"
+    tiles = f"{launch.rows}: {launch.columns} x {launch.depth}, {launch.warps} warps, {launch.stages} stages"
+    return f"{tiles}, {launch.splits} splits{', early' if launch.early else ''}"
 
 
 Job = tuple[int, int, Launch]
 
 
-def jobs(rows: tuple[int, ...]) -> Iterator[Job]:
+def jobs(rows: Sequence[int], *, sweep: bool) -> Iterator[Job]:
     for count in rows:
-        for launch in launches(count):
-            for K in {K for _, K in SHAPES.values()} if count == 1 else (16384,):
-                yield count, K, launch
+        for N, K in SHAPES.values():
+            table = launch_for(count, N, K)
+            tried = [*([table] if table is not None else []), *(launches(count) if sweep else ())]
+            for launch in tried:
+                yield count, K if count == 1 else 16384, launch
 
 
 def compile_one(job: Job) -> None:
@@ -122,16 +109,17 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
+    parser.add_argument("--tables", action="store_true", help="sweep nothing")
     options = parser.parse_args()
     torch.manual_seed(1)
     report, began = Report(), time.monotonic()
     with ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_one, jobs(tuple(options.rows))))
+        list(pool.map(compile_one, dict.fromkeys(jobs(options.rows, sweep=not options.tables))))
     print(f"compiled after {time.monotonic() - began:.0f} s")
     with torch.inference_mode():
         for rows in options.rows:
             for name in SHAPES:
-                bench(report, name, rows)
+                bench(report, name, rows, sweep=not options.tables)
     report.show()
     seconds = round(time.monotonic() - began, 1)
     made = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "seconds": seconds, "rows": report.rows}

@@ -1,6 +1,6 @@
 """Router, experts, SwiGLU and rotation on a GPU: each variant checked, then timed in graphs, beside its floor.
 
-    PYTHONPATH=. python benchmarks/kernels/bench_moe.py OUT.json [--only experts]
+    PYTHONPATH=. python benchmarks/kernels/bench_moe.py OUT.json [--only experts] [--tables]
 
 A time is the median over replays of a graph that calls the operator with several input sets in turn, divided by the
 calls. Weights are far larger than the L2 cache, or rotate through more copies than it holds. Floor: bytes that must be
@@ -224,7 +224,7 @@ def bench_experts(report: Report, w13: torch.Tensor, w2: torch.Tensor, tokens: i
     measure("torch", device_impl.grouped)
     table = expert_tiles(tokens, TOP_K, num_experts)
     measure("table", launcher(table))
-    measure_tiles(replace(table, pdl=True))
+    measure_tiles(replace(table, pdl=not table.pdl))
     for rows, described, ups, downs in swept(tokens) if sweep else ():
         start = table.down if table.rows == rows else downs[0]
         found = {up: measure_tiles(ExpertTiles(rows, up, start, described)) for up in ups}
@@ -246,7 +246,7 @@ def routers(tokens: int) -> list[RouterTiles]:
     return list(dict.fromkeys([*tried, *([table] if table is not None else [])]))
 
 
-def bench_route(report: Report, num_experts: int, tokens: int) -> None:
+def bench_route(report: Report, num_experts: int, tokens: int, *, sweep: bool) -> None:
     sets = 72 * 64 // num_experts
     weight = torch.randn(sets, num_experts, HIDDEN, device="cuda") / HIDDEN**0.5
     bias, x = torch.randn(num_experts, device="cuda") * 0.3, draw(tokens, HIDDEN)
@@ -266,7 +266,7 @@ def bench_route(report: Report, num_experts: int, tokens: int) -> None:
     measure("torch", torch_impl.route)
     measure("table", partial(triton_route.route, tiles=router_tiles(tokens, torch.bfloat16)))
     measure("library's product", partial(triton_route.route, tiles=None))
-    for tiles in routers(tokens):
+    for tiles in routers(tokens) if sweep else ():
         measure(str(tiles), partial(triton_route.route, tiles=tiles))
 
 
@@ -303,7 +303,7 @@ def bench_rope(report: Report, tokens: int, *, interleaved: bool) -> None:
 
     measure("torch", rope_torch.apply_rope)
     measure("table", triton_rope.apply_rope)
-    for elements, warps in ((4096, 4), (4096, 8), (1024, 2), (1024, 4), (2048, 8)) if tokens > 1000 else ():
+    for elements, warps in ((4096, 8), (8192, 8), (1024, 2), (1024, 4)) if tokens > 1000 else ():
         measure(f"{elements} elements, {warps} warps", partial(triton_rope.apply_rope, elements=elements, warps=warps))
     x = close
     measure("table, contiguous", triton_rope.apply_rope)
@@ -330,16 +330,16 @@ def compile_one(job: Job) -> None:
         print(f"{tiles}: {type(fault).__name__}")
 
 
-def jobs(expert_tokens: Iterable[int], router_tokens: Iterable[int]) -> Iterator[Job]:
+def jobs(expert_tokens: Iterable[int], router_tokens: Iterable[int], *, sweep: bool) -> Iterator[Job]:
     for tokens in expert_tokens:
         enough = tokens if tokens == 1 else 2 if tokens <= triton_grouped.FP32_PARTIAL_TOKENS else 65
         for pdl in (False, True):
             yield enough, 1, replace(expert_tiles(tokens, TOP_K, 64), pdl=pdl)
-        for rows, described, ups, downs in swept(tokens):
+        for rows, described, ups, downs in swept(tokens) if sweep else ():
             for i in range(max(len(ups), len(downs))):
                 yield enough, 1, ExpertTiles(rows, ups[i % len(ups)], downs[i % len(downs)], described)
     for tokens in router_tokens:
-        for tiles in routers(tokens):
+        for tiles in routers(tokens) if sweep else [router_tiles(tokens, torch.bfloat16)]:
             for num_experts in ROUTED:
                 yield tokens, num_experts, tiles
 
@@ -348,25 +348,27 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", choices=["experts", "route", "elementwise"])
+    parser.add_argument("--tables", action="store_true", help="sweep nothing")
     options = parser.parse_args()
+    sweep = not options.tables
     torch.manual_seed(1)
     report, began = Report(), time.monotonic()
     parts = (options.only,) if options.only else ("experts", "route", "elementwise")
     expert_tokens = EXPERT_TOKENS if "experts" in parts else ()
     router_tokens = ROUTER_TOKENS if "route" in parts else ()
     with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_one, dict.fromkeys(jobs(expert_tokens, router_tokens))))
+        list(pool.map(compile_one, dict.fromkeys(jobs(expert_tokens, router_tokens, sweep=sweep))))
     print(f"compiled after {time.monotonic() - began:.0f} s")
     with torch.inference_mode():
         for num_experts in ROUTED if expert_tokens else ():
             w13 = draw(num_experts + 1, 2 * INNER, HIDDEN, spread=HIDDEN**-0.5)
             w2 = draw(num_experts + 1, HIDDEN, INNER, spread=INNER**-0.5)
             for tokens in expert_tokens if num_experts == ROUTED[0] else (1, 8, 64):
-                bench_experts(report, w13, w2, tokens, sweep=num_experts == ROUTED[0])
+                bench_experts(report, w13, w2, tokens, sweep=sweep and num_experts == ROUTED[0])
             print(f"experts of {num_experts} after {time.monotonic() - began:.0f} s")
         for tokens in router_tokens:
             for num_experts in ROUTED:
-                bench_route(report, num_experts, tokens)
+                bench_route(report, num_experts, tokens, sweep=sweep)
         if "elementwise" in parts:
             for tokens, inner in ((1, 12288), (64, 12288), (8192, 2048)):
                 bench_swiglu(report, tokens, inner)
