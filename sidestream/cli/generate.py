@@ -92,6 +92,10 @@ def generate(
         int | None,
         typer.Option(help="Blocks between such copies within a prompt; only at ends and partings without it."),
     ] = None,
+    hisparse_host_memory: Annotated[
+        str | None, typer.Option(help="'64GiB' or '40%' of the machine: KV rows go there when the device is short.")
+    ] = None,
+    hisparse_hot_factor: Annotated[int, typer.Option(help="Hot slots a sequence, times index_topk.")] = 2,
 ) -> None:
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -132,6 +136,8 @@ def generate(
         enable_prefix_caching=prefix_caching,
         num_prefix_snapshots=num_prefix_snapshots,
         prefix_snapshot_interval=prefix_snapshot_interval,
+        hisparse_host_memory=hisparse_host_memory,
+        hisparse_hot_factor=hisparse_hot_factor,
     )
     if demo:
         _demo(llm, entries, prompts, all_params)

@@ -33,6 +33,7 @@ named, and the exit code is 1.
 **Examples**
 
 - `sidestream verify --tokens 8 --prompts 4` checks the small checkpoint that ships with Sidestream
+- `sidestream verify --hisparse path/to/checkpoint` compares engines whose device is short of room as well
 - `sidestream verify path/to/checkpoint --json > report.json`
 - `sidestream verify path/to/config-only --load-format dummy`
 """
@@ -53,6 +54,9 @@ def verify(
     margin: Annotated[
         float | None, typer.Option(help="Bound between schedules, in nats; 0.001 for float32 and 0.125 for bfloat16.")
     ] = None,
+    hisparse: Annotated[
+        bool, typer.Option("--hisparse", help="Run every mode with its KV rows in a host pool too.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the prompts, and of dummy weights.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
@@ -68,6 +72,7 @@ def verify(
         prompts=prompts,
         max_num_seqs=max_num_seqs,
         margin=margin,
+        hisparse=hisparse,
         seed=seed,
     )
     with _Shown() as progress:

@@ -46,6 +46,7 @@ class EngineConfig:
             of linear attention always stay there.
         hisparse_hot_factor: hot slots of a sequence, for rows of its host blocks that decode selects, as a multiple of
             the model's ``index_topk``.
+        hisparse_watermark: share of the device's KV blocks that is kept free, by copies to the host ahead of need.
         seed: of requests that bring none, and of dummy weights.
     """
 
@@ -68,4 +69,5 @@ class EngineConfig:
     prefix_snapshot_interval: int | None = None
     hisparse_host_memory: int | float | str | None = None
     hisparse_hot_factor: int = 2
+    hisparse_watermark: float = 0.125
     seed: int = 0

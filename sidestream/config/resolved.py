@@ -36,6 +36,7 @@ class ResolvedConfig:
         snapshot_interval: blocks between them within a prompt; None for none there.
         host_memory: bytes of the host pool of HiSparse; 0 without one.
         hot_factor: hot slots of a sequence in multiples of ``index_topk``.
+        watermark: share of the device's blocks that is kept free with a host pool.
         rollback: tokens that a sequence may take back (0 without speculation).
     """
 
@@ -61,6 +62,7 @@ class ResolvedConfig:
     snapshot_interval: int | None = None
     host_memory: int = 0
     hot_factor: int = 2
+    watermark: float = 0.125
     rollback: int = 0
 
     @property
@@ -165,6 +167,7 @@ def resolve(user: EngineConfig, model: ModelConfig, *, cuda_available: bool, dev
         snapshot_interval=user.prefix_snapshot_interval,
         host_memory=_host_memory(user, model),
         hot_factor=user.hisparse_hot_factor,
+        watermark=user.hisparse_watermark,
     )
 
 
@@ -177,6 +180,9 @@ def _host_memory(user: EngineConfig, model: ModelConfig) -> int:
     factor = user.hisparse_hot_factor
     if isinstance(factor, bool) or not isinstance(factor, int) or factor < 1:
         raise ConfigError(f"hisparse_hot_factor must be a positive integer, got {factor!r}")
+    share = user.hisparse_watermark
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise ConfigError(f"hisparse_watermark must be a share from 0 to 1, got {share!r}")
     if user.hisparse_host_memory is None:
         return 0
     dense = model.layers_of(AttentionKind.DENSE_MLA)

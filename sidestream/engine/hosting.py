@@ -74,7 +74,7 @@ def open_hisparse(
         num_device=rows.places,
         num_host=rows.sizes.host_blocks,
         block_size=config.block_size,
-        watermark=_watermark(config, rows.places),
+        watermark=int(config.watermark * (rows.places - 1)),
     )
     return HiSparseRuntime(
         placement,
@@ -84,9 +84,3 @@ def open_hisparse(
         max_seqs=config.max_num_seqs,
         max_blocks=max_blocks,
     )
-
-
-def _watermark(config: ResolvedConfig, places: int) -> int:
-    """Free places below which blocks leave ahead of need: for one largest step, or an eighth of all."""
-    tokens = config.max_num_batched_tokens
-    return min(-(-tokens // config.block_size) + config.max_num_seqs, max(places // 8, 1))

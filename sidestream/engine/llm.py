@@ -59,7 +59,8 @@ class LLM:
             small checkpoint that ships with Sidestream.
         device, dtype, load_format, max_num_seqs, max_num_batched_tokens, max_model_len, block_size, num_blocks,
             kv_cache_dtype, cudagraph_mode, max_capture_tokens, stream_policy, graph_debug, memory_limit,
-            enable_prefix_caching, num_prefix_snapshots, prefix_snapshot_interval, seed: see
+            enable_prefix_caching, num_prefix_snapshots, prefix_snapshot_interval, hisparse_host_memory,
+            hisparse_hot_factor, hisparse_watermark, seed: see
             ``EngineConfig``.
     Raises:
         ConfigError, CheckpointError, CapacityError: naming the value, the limit and the knob.
@@ -86,6 +87,9 @@ class LLM:
         enable_prefix_caching: bool = True,
         num_prefix_snapshots: int | None = None,
         prefix_snapshot_interval: int | None = None,
+        hisparse_host_memory: int | float | str | None = None,
+        hisparse_hot_factor: int = 2,
+        hisparse_watermark: float = 0.125,
         seed: int = 0,
     ) -> None:
         folder = _folder(model)
@@ -109,6 +113,9 @@ class LLM:
                 enable_prefix_caching=enable_prefix_caching,
                 num_prefix_snapshots=num_prefix_snapshots,
                 prefix_snapshot_interval=prefix_snapshot_interval,
+                hisparse_host_memory=hisparse_host_memory,
+                hisparse_hot_factor=hisparse_hot_factor,
+                hisparse_watermark=hisparse_watermark,
                 seed=seed,
             ),
         )

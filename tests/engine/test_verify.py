@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sidestream.attention.latent import PagedLatentAttention
+from sidestream.cache import hisparse
 from sidestream.config.model import ModelConfig
 from sidestream.core.batch import Chunk
 from sidestream.core.cudagraph_mode import CUDAGraphMode
@@ -553,3 +554,36 @@ def test_chunks_are_odd_and_several() -> None:
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a folder"):
         verify(tmp_path / "nothing", settings("cpu"), Silent())
+
+
+# With a host pool
+
+
+def test_every_mode_runs_with_a_host_pool_too(folder: Path) -> None:
+    report = verify(folder, settings("sim", tokens=3, hisparse=True), Silent())
+    assert report.passed, report.problems()
+    names = ["NONE", "PIECEWISE", "FULL", "plain CPU", "NONE, HiSparse", "PIECEWISE, HiSparse", "FULL, HiSparse"]
+    assert list(report.engines) == names
+    hosted = [cell for cell in report.cells if "HiSparse" in cell.engine]
+    assert len(hosted) == 3 * len(SCHEDULES)
+    assert all(cell.rule is Rule.BITWISE and cell.compared == cell.generated == 6 for cell in hosted)
+    assert report.hazards == {name: () for name in names if name != "plain CPU"}
+
+
+def test_a_row_lost_on_its_way_from_the_host_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hot copy of one row a step is of its neighbour."""
+    real = hisparse.copy_rows
+
+    def slipped(pool: torch.Tensor, host: torch.Tensor, *, source: torch.Tensor, **named: Any) -> None:
+        source = source.clone()
+        source[:, 0] ^= 1
+        real(pool, host, source=source, **named)
+
+    monkeypatch.setattr(hisparse, "copy_rows", slipped)
+    report = verify(folder, settings("cpu", hisparse=True), Silent())
+    assert not report.passed
+    assert all(cells_of(report, "NONE"))
+    assert not all(cells_of(report, "NONE, HiSparse"))
+    place = next(cell.difference.place for cell in report.cells if cell.difference is not None)
+    assert place is not None
+    assert place.layer == 1, place

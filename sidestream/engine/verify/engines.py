@@ -42,6 +42,7 @@ class Variant:
         name: as the table shows it.
         cudagraph_mode: a setting of the engine.
         on_host: run by the plain CPU engine, not on the device that is verified.
+        hosted: with a host pool (HiSparse).
         rule: compared with the first variant's cell of the same schedule; REFERENCE for the first itself.
     """
 
@@ -49,6 +50,7 @@ class Variant:
     cudagraph_mode: str
     on_host: bool
     rule: Rule
+    hosted: bool = False
 
 
 NONE = Variant("NONE", "none", on_host=False, rule=Rule.REFERENCE)
@@ -64,6 +66,13 @@ VARIANTS: dict[str, tuple[Variant, ...]] = {
 }
 """By device; the first is what others are compared with. Simulation is slow, so what FULL_AND_PIECEWISE makes of the
 steps of PIECEWISE and FULL is left to a GPU; a CPU has no other modes."""
+
+
+def variants_of(device: str, *, hisparse: bool) -> tuple[Variant, ...]:
+    """The columns for a device; with ``hisparse`` each of its modes once more."""
+    plain = VARIANTS[device]
+    again = [replace(v, name=f"{v.name}, HiSparse", rule=Rule.BITWISE, hosted=True) for v in plain if not v.on_host]
+    return (*plain, *again) if hisparse else plain
 
 
 @dataclass(slots=True)

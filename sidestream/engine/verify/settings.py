@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,6 +33,7 @@ class VerifySettings:
         max_num_seqs: prompts that run at once where they are batched.
         margin: in nats; None is the dtype's in ``DEFAULT_MARGINS``.
         seed: of prompts and dummy weights.
+        hisparse: run every mode with a host pool too.
     Raises:
         ConfigError: naming the value and the limit.
     """
@@ -45,6 +46,7 @@ class VerifySettings:
     max_num_seqs: int = 4
     margin: float | None = None
     seed: int = 0
+    hisparse: bool = False
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
@@ -67,6 +69,19 @@ class VerifySettings:
         """Tokens a step under chunked prefill: the longest prompt takes four steps or more. Odd, so that chunks end
         inside blocks and index pools."""
         return max(longest // 4, self.max_num_seqs, 2) | 1
+
+    def hosted_engine(self, model: ModelConfig, prompts: Sequence[Sequence[int]], *, device: str) -> EngineConfig:
+        """The same with a host pool, and a device that no full block stays on any longer than a step writes to it."""
+        resident = self.engine(model, prompts, device=device)
+        blocks = self.max_num_seqs * -(-(resident.max_model_len or 0) // resident.block_size)
+        row = (model.mla.kv_lora_rank + model.mla.qk_rope_head_dim) * 4  # bytes, in no format more
+        step = -(-resident.max_num_batched_tokens // resident.block_size) + 2 * self.max_num_seqs
+        return replace(
+            resident,
+            num_blocks=step,
+            hisparse_host_memory=blocks * resident.block_size * model.num_layers * row,
+            hisparse_watermark=1.0,
+        )
 
     def engine(self, model: ModelConfig, prompts: Sequence[Sequence[int]], *, device: str) -> EngineConfig:
         """The engine without graphs: a step holds as many whole prompts as run at once.

@@ -10,7 +10,7 @@ from pathlib import Path
 from sidestream.config.model import IndexerKind, ModelConfig
 from sidestream.engine.build import BuiltEngine, build_engine, in_graph_mode, open_backend
 from sidestream.engine.verify.compare import Generated, compare
-from sidestream.engine.verify.engines import VARIANTS, CellRun, Progress, Variant, Workload, observed
+from sidestream.engine.verify.engines import CellRun, Progress, Variant, Workload, observed, variants_of
 from sidestream.engine.verify.layer_digests import first_apart, first_other_bits
 from sidestream.engine.verify.prompts import make_prompts
 from sidestream.engine.verify.report import (
@@ -62,13 +62,14 @@ class Verification:
         self._workload = Workload(prompts, settings.tokens, settings.chunk(max(map(len, prompts))))
         self._base = self._build(self._device)
         self._host: BuiltEngine | None = None
+        self._hosted: BuiltEngine | None = None
         self._bound = settings.bound(self._base.config.dtype)
         self._runs: dict[tuple[Variant, Schedule], CellRun] = {}
         self._hazards: dict[str, tuple[str, ...]] = {}
 
     @property
     def _variants(self) -> tuple[Variant, ...]:
-        return VARIANTS[self._device]
+        return variants_of(self._device, hisparse=self._settings.hisparse)
 
     def report(self) -> Report:
         """Run all, compare all, look for the layer where something differs."""
@@ -105,10 +106,20 @@ class Verification:
             if self._host is None:
                 self._host = self._build("cpu")
             return self._host
-        if variant.cudagraph_mode == self._base.config.cudagraph_mode:
+        base = self._over_its_pools(variant)
+        if variant.cudagraph_mode == base.config.cudagraph_mode:
+            return base
+        base.runner.streams.backend.synchronize()  # each mode has streams of its own, over the same pools
+        return in_graph_mode(base, variant.cudagraph_mode)
+
+    def _over_its_pools(self, variant: Variant) -> BuiltEngine:
+        """The engine without graphs that a variant shares weights and pools with."""
+        if not variant.hosted:
             return self._base
-        self._base.runner.streams.backend.synchronize()  # each mode has streams of its own, over the same pools
-        return in_graph_mode(self._base, variant.cudagraph_mode)
+        if self._hosted is None:
+            config = self._settings.hosted_engine(self._model, self._workload.prompts, device=self._device)
+            self._hosted = build_engine(self._folder, config, backend=self._base.runner.streams.backend)
+        return self._hosted
 
     def _run(self, variant: Variant) -> None:
         """All schedules; what a mode raises ends it, and is reported in its cells."""
@@ -208,7 +219,7 @@ class Verification:
         prompt, until = difference.prompt, (difference.prompt, difference.step + 1)
         seen, made = [], []
         for one, its_schedule in ((other, other_schedule), (variant, schedule)):
-            base = self._engine(one) if one.on_host else self._base
+            base = self._engine(one) if one.on_host else self._over_its_pools(one)
             engine, digests = observed(base, one.cudagraph_mode)
             only = [prompt] if its_schedule.batching is Batching.ALONE else None
             run = self._workload.run(engine, its_schedule, only=only, until=until)

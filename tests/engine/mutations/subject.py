@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from sidestream.config.engine import EngineConfig
 from sidestream.core.request import Request
 from sidestream.core.sampling_params import SamplingParams
-from sidestream.engine import build, hosting
+from sidestream.engine import build
 from sidestream.engine.core import EngineCore
 from sidestream.engine.runner import StepOutput
 from sidestream.errors import GraphError, HandoffError
@@ -121,11 +120,9 @@ def _serve(model: Path, work: Workload, backend: SimulatedBackend) -> tuple[tupl
         memory_limit="1GiB",
         hisparse_host_memory="64KiB" if work.hisparse else None,
         hisparse_hot_factor=1,
+        hisparse_watermark=0.7,  # so much that a block leaves in the step behind that which filled it
     )
-    with pytest.MonkeyPatch.context() as patch:
-        # Blocks leave as soon as they are full, so that one leaves in the step behind that which wrote it.
-        patch.setattr(hosting, "_watermark", lambda config, places: HOSTED_PLACES - 2)
-        built = build.build_engine(model, config, backend=backend)
+    built = build.build_engine(model, config, backend=backend)
     core = EngineCore(built)
     hidden: list[torch.Tensor] = []
     forward = built.runner.forward
