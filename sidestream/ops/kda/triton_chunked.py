@@ -4,7 +4,8 @@ The notation is that of ``torch_chunked``. Both triangles A and P and the invers
 in blocks of 2s tokens, rows of the right half look at columns of the left, with decays split at the middle so that no
 exponent is positive. A token is in one half only, so that one exponential a token and level serves rows and columns. If
 X is the inverse within blocks of s and B the new squares of ``beta A``, the inverse within blocks of 2s is
-``X - X B X``. Products take bf16 on tensor cores (fp32 for fp32 models), those of the inverse tf32; sums are fp32.
+``X - X B X``. Products take bf16 on tensor cores (fp32 for fp32 models), sums and states are fp32. Against fp32 that
+makes 0.4 % of the result in norm with random keys and 1 % with nearly equal ones, were the inverse exact or not.
 
 At 64 heads of 128 the first kernel reads 66 KB a token and writes 104 KB, the second reads 72 KB and writes 16: 0.49 ms
 for 8,192 tokens at 4.28 TB/s. Products are 28 MFLOP a chunk and head, 0.29 ms at 790 TFLOP/s.
@@ -107,7 +108,7 @@ def chunked(
     columns = min(launch.columns, V)
     for head in range(0, H, group):
         heads = min(group, H - head)
-        _within[(N, heads)](
+        _within[(heads, N)](
             q,
             k,
             v,
@@ -170,15 +171,6 @@ def _product(a: tl.tensor, b: tl.tensor, NARROW: tl.constexpr) -> tl.tensor:
     return result
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _exact_product(a: tl.tensor, b: tl.tensor, NARROW: tl.constexpr) -> tl.tensor:
-    if NARROW:
-        result = tl.dot(a, b, input_precision="tf32")
-    else:
-        result = tl.dot(a, b, input_precision="ieee")
-    return result
-
-
 @triton.jit(do_not_specialize=["head", "group"])  # type: ignore[untyped-decorator]
 def _within(
     q: tl.tensor,
@@ -210,9 +202,9 @@ def _within(
 ) -> None:
     """One chunk of one head, ``PIECE`` channels at a time: registers hold the squares and little else, and what a level
     needs is read anew from the first cache."""
-    n = tl.program_id(0).to(tl.int64)
-    h = head + tl.program_id(1)
-    tile = n * group + tl.program_id(1)
+    n = tl.program_id(1).to(tl.int64)  # heads of a token stand together, so they run together
+    h = head + tl.program_id(0)
+    tile = n * group + tl.program_id(0)
     i = tl.arange(0, C)
     token = tl.load(chunks + 2 * n) + i
     real = i < tl.load(chunks + 2 * n + 1)
@@ -256,7 +248,7 @@ def _within(
             below += _product(key, columns, NARROW)
         score += tl.where(seen, looked, 0.0)
         below = tl.where(seen, below * gain[:, None], 0.0)
-        inverse -= _exact_product(_exact_product(inverse, below, NARROW), inverse, NARROW)
+        inverse -= _product(_product(inverse, below, NARROW), inverse, NARROW)
     tl.store(scores + tile * (C * C) + i[:, None] * C + i[None, :], score.to(scores.dtype.element_ty))
 
     flat = tile * (C * K) + i[:, None] * K
