@@ -10,6 +10,8 @@ from rich.console import Console
 
 from sidestream import __version__
 from sidestream.cli.bench import app as bench
+from sidestream.cli.bench_prefix import multi_turn, shared_prefix
+from sidestream.cli.capacity import capacity
 from sidestream.cli.doctor import doctor
 from sidestream.cli.generate import generate
 from sidestream.cli.serve import serve
@@ -27,6 +29,9 @@ app.command()(generate)
 app.command()(serve)
 app.command()(doctor)
 app.command()(verify)
+app.command()(capacity)
+bench.command("shared-prefix")(shared_prefix)
+bench.command("multi-turn")(multi_turn)
 app.add_typer(bench, name="bench")
 
 
