@@ -1,0 +1,124 @@
+"""``sidestream bench shared-prefix`` and ``multi-turn``: what the prefix cache saves on this machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from sidestream.engine.bench.prefix import MultiTurn, SharedPrefix
+
+Model = Annotated[
+    Path | None, typer.Argument(help="Checkpoint folder or config.json; the bundled checkpoint without it.")
+]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Mode = Annotated[str, typer.Option(help="auto, none, piecewise, full or full_and_piecewise.")]
+Budget = Annotated[int, typer.Option(help="Tokens a step.")]
+Limit = Annotated[str | None, typer.Option(help="'40GiB' or '60%'.")]
+Interval = Annotated[int | None, typer.Option(help="Blocks between snapshots of linear-attention state in a prompt.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures there.")]
+Answer = Annotated[int, typer.Option(help="Tokens of each answer.")]
+AtOnce = Annotated[int, typer.Option(help="Requests at a time.")]
+
+
+def shared_prefix(
+    model: Model = None,
+    requests: Annotated[int, typer.Option(help="How many.")] = 32,
+    shared: Annotated[int, typer.Option(help="Tokens with which every prompt begins.")] = 512,
+    tail: Annotated[int, typer.Option(help="Tokens of each prompt's own.")] = 100,
+    answer: Answer = 16,
+    concurrency: AtOnce = 4,
+    device: Device = "auto",
+    mode: Mode = "auto",
+    max_num_batched_tokens: Budget = 1024,
+    memory_limit: Limit = None,
+    prefix_snapshot_interval: Interval = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure prompts that share a system prompt, with the prefix cache and without it."""
+    from sidestream.engine.bench.prefix import SharedPrefix
+
+    _run(
+        SharedPrefix(requests=requests, shared=shared, tail=tail, answer=answer, concurrency=concurrency),
+        model,
+        device=device,
+        mode=mode,
+        max_num_batched_tokens=max_num_batched_tokens,
+        memory_limit=memory_limit,
+        interval=prefix_snapshot_interval,
+        json_file=json_file,
+    )
+
+
+def multi_turn(
+    model: Model = None,
+    chats: Annotated[int, typer.Option(help="Conversations.")] = 4,
+    turns: Annotated[int, typer.Option(help="Of each conversation.")] = 8,
+    system: Annotated[int, typer.Option(help="Tokens of the system prompt.")] = 200,
+    message: Annotated[int, typer.Option(help="Tokens of each message.")] = 50,
+    answer: Answer = 50,
+    concurrency: AtOnce = 4,
+    device: Device = "auto",
+    mode: Mode = "auto",
+    max_num_batched_tokens: Budget = 1024,
+    memory_limit: Limit = None,
+    prefix_snapshot_interval: Interval = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure growing conversations, with the prefix cache and without it."""
+    from sidestream.engine.bench.prefix import MultiTurn
+
+    _run(
+        MultiTurn(chats=chats, turns=turns, system=system, message=message, answer=answer, concurrency=concurrency),
+        model,
+        device=device,
+        mode=mode,
+        max_num_batched_tokens=max_num_batched_tokens,
+        memory_limit=memory_limit,
+        interval=prefix_snapshot_interval,
+        json_file=json_file,
+    )
+
+
+def _run(
+    workload: SharedPrefix | MultiTurn,
+    model: Path | None,
+    *,
+    device: str,
+    mode: str,
+    max_num_batched_tokens: int,
+    memory_limit: str | None,
+    interval: int | None,
+    json_file: Path | None,
+) -> None:
+    from sidestream.config.engine import EngineConfig
+    from sidestream.engine.bench.prefix import compare
+    from sidestream.engine.build import build_engine
+    from sidestream.engine.llm import bundled_model
+
+    source = model if model is not None else bundled_model()
+    user = EngineConfig(
+        device=device,
+        load_format="dummy" if source.is_file() else "auto",
+        cudagraph_mode=mode,
+        max_num_seqs=workload.concurrency,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=workload.longest,
+        memory_limit=memory_limit,
+        prefix_snapshot_interval=interval,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        if source.is_file():
+            shutil.copy(source, Path(folder) / "config.json")
+        built = build_engine(folder if source.is_file() else source, user)
+    console = Console(highlight=False)
+    rows = compare(built, workload, on_row=lambda row: console.print(str(row), markup=False, soft_wrap=True))
+    if json_file is not None:
+        found = {"model": str(source), "workload": type(workload).__name__, "rows": [row.as_json() for row in rows]}
+        json_file.write_text(json.dumps(found, indent=1) + "\n")
