@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sidestream.ops.linear import linear, triton_linear
+from sidestream.ops.linear import linear, per_head, triton_linear
 from sidestream.ops.linear.launches import launch_for
 from tests.tolerances import BF16_OUTPUT
 
@@ -95,3 +95,39 @@ def test_a_weight_beyond_2_to_the_31_elements() -> None:
         x = draw(rows, 16384)
         got = linear(x, weight, None)
         check(got[:, -64:], x, weight[-64:])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 40])
+@pytest.mark.parametrize(
+    ("heads", "depth", "columns"), [(64, 256, 512), (64, 512, 256), (128, 128, 512), (32, 512, 128)]
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_heads_equal_fp64_and_replay(heads: int, depth: int, columns: int, rows: int, turned: bool) -> None:
+    """From a slice whose neighbours are NaN, in a graph behind the kernel that writes it."""
+    shape = (heads, columns, depth) if turned else (heads, depth, columns)
+    weight = draw(*shape, spread=depth**-0.5)
+    weight = weight.transpose(1, 2) if turned else weight
+    wide = torch.full((rows, heads, depth + 64), torch.nan, dtype=torch.bfloat16, device="cuda")
+    source, x = draw(rows, heads, depth), wide[..., :depth]
+
+    def run() -> torch.Tensor:
+        x.copy_(source)
+        return per_head(per_head(x, weight), weight.transpose(1, 2))
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for _ in range(5):
+        source.normal_()
+        want = run()
+        torch.cuda.synchronize()
+        once = per_head(x, weight)
+        for head in (0, heads - 1):
+            check(once[:, head], x[:, head], weight[head].T)
+            check(want[:, head], once[:, head], weight[head])
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, want)
+        alone = per_head(x[:1], weight)
+        assert rows > 16 or torch.equal(alone[0], once[0]), "a row depends on itself alone"
