@@ -4,6 +4,9 @@ Both engines stand ready in one run and take turns, so that whatever else the ma
 raw bytes and counts events, lest it be measured itself; engine, server and client still share the machine's cores.
 
     python benchmarks/serve_overhead.py --json benchmarks/results/serve-overhead.json
+    python benchmarks/serve_overhead.py --config benchmarks/configs/glm5-next-slice-a.json --device cuda
+
+With ``--config`` the model has that config, random weights and no tokenizer: every token is an event without text.
 """
 
 from __future__ import annotations
@@ -11,13 +14,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import platform
 import re
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +32,31 @@ from sidestream import LLM, SamplingParams
 READY = re.compile(r"ready after .*: (http://\S+?)/v1")
 
 
-def prompts(streams: int) -> list[str]:
-    return [f"Question: What is {11 + i} + {29 + 2 * i}?\nAnswer:" for i in range(streams)]
+Prompt = str | list[int]
 
 
-def offline(llm: LLM, streams: int, tokens: int) -> float:
+def prompts(streams: int, *, text: bool) -> list[Prompt]:
+    if text:
+        return [f"Question: What is {11 + i} + {29 + 2 * i}?\nAnswer:" for i in range(streams)]
+    return [[(7 * i + 13 * k) % 1000 + 1 for k in range(16)] for i in range(streams)]
+
+
+def offline(llm: LLM, work: Sequence[Prompt], tokens: int) -> float:
     """Tokens per second of one batch."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     began = time.perf_counter()
-    outputs = llm.generate(prompts(streams), params)
+    outputs = llm.generate(list(work), params)
     seconds = time.perf_counter() - began
     made = sum(len(output.outputs[0].token_ids) for output in outputs)
-    assert made == streams * tokens, f"{made} tokens were generated"
+    assert made == len(work) * tokens, f"{made} tokens were generated"
     return made / seconds
 
 
-async def one_stream(host: str, port: int, prompt: str, tokens: int) -> int:
+async def one_stream(host: str, port: int, prompt: Prompt, tokens: int) -> int:
     """Completion tokens that the server reports at the end of a stream."""
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    data = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
+    options = {"include_usage": True, "continuous_usage_stats": not isinstance(prompt, str)}
+    data = json.dumps(body | {"stream_options": options}).encode()
     reader, writer = await asyncio.open_connection(host, port)
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\nconnection: close\r\n"
     writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
@@ -56,26 +68,27 @@ async def one_stream(host: str, port: int, prompt: str, tokens: int) -> int:
     return int(re.findall(rb'"completion_tokens":(\d+)', last)[-1])
 
 
-def streamed(address: str, streams: int, tokens: int) -> float:
+def streamed(address: str, work: Sequence[Prompt], tokens: int) -> float:
     """Tokens per second of as many streams at once, first byte sent to last byte read."""
     host, port = address.removeprefix("http://").split(":")
 
     async def run() -> int:
-        jobs = [one_stream(host, int(port), prompt, tokens) for prompt in prompts(streams)]
+        jobs = [one_stream(host, int(port), prompt, tokens) for prompt in work]
         return sum(await asyncio.gather(*jobs))
 
     began = time.perf_counter()
     made = asyncio.run(run())
     seconds = time.perf_counter() - began
-    assert made == streams * tokens, f"{made} tokens were generated"
+    assert made == len(work) * tokens, f"{made} tokens were generated"
     return made / seconds
 
 
-def start_server(streams: int) -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-m", "sidestream.cli.main", "serve", "--port", "0", "--no-prefix-caching"]
-    process = subprocess.Popen([*command, "--max-num-seqs", str(streams)], stderr=subprocess.PIPE, text=True)
+def start_server(options: Sequence[str]) -> tuple[subprocess.Popen[str], str]:
+    command = [sys.executable, "-m", "sidestream.cli.main", "serve", "--port", "0", "--no-prefix-caching", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
+        print(f"server: {line}", end="")
         if match := READY.search(line):
             return process, match[1]
     raise SystemExit("the server did not start")
@@ -86,17 +99,42 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--config", type=Path, help="random weights for this config; the bundled model without it")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--memory-share", type=float, default=0.4, help="of the device, for each of the two engines")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    llm = LLM(max_num_seqs=arguments.streams, enable_prefix_caching=False)
-    process, address = start_server(arguments.streams)
+    with tempfile.TemporaryDirectory() as folder:
+        measure(arguments, Path(folder))
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> None:
+    settings: dict[str, Any] = {
+        "device": arguments.device,
+        "max_num_seqs": arguments.streams,
+        "max_model_len": arguments.max_model_len,
+        "memory_limit": arguments.memory_share,
+    }
+    model = None
+    if arguments.config is not None:
+        (folder / "config.json").write_bytes(arguments.config.read_bytes())
+        model, settings["load_format"] = folder, "dummy"
+    options = [] if model is None else [str(model)]
+    for name, value in settings.items():
+        options += ["--" + name.replace("_", "-"), f"{value:.0%}" if isinstance(value, float) else str(value)]
+    process, address = start_server(options)
+    if arguments.device == "cuda":
+        settings["memory_limit"] *= 2  # there the limit is on all that is in use, the server's part included
+    llm = LLM(model, enable_prefix_caching=False, **settings)
+    work = prompts(arguments.streams, text=model is None)
     try:
-        offline(llm, arguments.streams, 8)
-        streamed(address, arguments.streams, 8)
+        offline(llm, work, 8)
+        streamed(address, work, 8)
         rounds: list[dict[str, float]] = []
         for _ in range(arguments.rounds):
-            alone = offline(llm, arguments.streams, arguments.tokens)
-            http = streamed(address, arguments.streams, arguments.tokens)
+            alone = offline(llm, work, arguments.tokens)
+            http = streamed(address, work, arguments.tokens)
             rounds.append({"offline": alone, "http": http, "ratio": http / alone})
             print(f"offline {alone:7.0f} tokens/s, through HTTP {http:7.0f}, ratio {http / alone:.2f}")
     finally:
@@ -108,6 +146,9 @@ def main() -> None:
         "tokens": arguments.tokens,
         "rounds": rounds,
         "ratio_median": statistics.median(ratios),
+        "model": "bundled" if model is None else arguments.config.name,
+        "device": arguments.device,
+        "cores": os.cpu_count(),
         "machine": platform.processor() or platform.machine(),
     }
     print(f"ratio {result['ratio_median']:.2f} (median of {len(ratios)}, {min(ratios):.2f} to {max(ratios):.2f})")
