@@ -179,7 +179,9 @@ def near(got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
     ],
     ids=["mixed", "prompts", "verified", "verified alone"],
 )
-def test_mixed_step_equals_the_formula(starts: list[int], lengths: list[int], decodes: int, dtype: torch.dtype) -> None:
+def test_mixed_step_equals_the_formula(
+    starts: list[int], lengths: list[int], decodes: int, dtype: torch.dtype, dim: int
+) -> None:
     """Rows of NaN behind, slots that hold NaN, rings of three versions or one, with and without a bound."""
     for versions, bound in ((1, -5.0), (3, None)):
         choice = {"decodes": decodes, "padding": 3, "versions": versions, "rollback": versions - 1}
