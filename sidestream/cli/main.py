@@ -13,6 +13,7 @@ from sidestream.cli.bench import app as bench
 from sidestream.cli.bench_prefix import multi_turn, shared_prefix
 from sidestream.cli.capacity import capacity
 from sidestream.cli.doctor import doctor
+from sidestream.cli.eval import evaluate
 from sidestream.cli.generate import generate
 from sidestream.cli.serve import serve
 from sidestream.cli.verify import verify
@@ -29,6 +30,7 @@ app.command()(generate)
 app.command()(serve)
 app.command()(doctor)
 app.command()(verify)
+app.command("eval")(evaluate)
 app.command()(capacity)
 bench.command("shared-prefix")(shared_prefix)
 bench.command("multi-turn")(multi_turn)
