@@ -1,0 +1,79 @@
+"""Draws the pictures of the README with headless Chromium: `python scripts/screenshots.py`.
+
+The dashboard is shown while a server of the bundled checkpoint is under load.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+from playwright.sync_api import Browser, sync_playwright
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+CLIENTS = 5
+LOAD_SECONDS = 60
+READY = re.compile(r"ready after .*: (http://\S+?)/v1")
+
+
+def main() -> None:
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        sys.exit("this needs Chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        dashboard(browser, DOCS / "dashboard.png")
+        browser.close()
+
+
+def dashboard(browser: Browser, path: Path) -> None:
+    server = subprocess.Popen(
+        [sys.executable, "-m", "sidestream.cli.main", "serve", "--port", "0"], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stderr is not None
+        address = next(match[1] for line in server.stderr if (match := READY.search(line)))
+        stop = threading.Event()
+        clients = [threading.Thread(target=load, args=(address, seed, stop)) for seed in range(CLIENTS)]
+        for client in clients:
+            client.start()
+        page = browser.new_page(viewport={"width": 1180, "height": 900})
+        page.goto(address + "/dashboard")
+        page.wait_for_timeout(LOAD_SECONDS * 1000)
+        page.get_by_role("button", name="Send").click()
+        page.get_by_text("tokens per second").last.wait_for()
+        page.wait_for_timeout(3000)
+        page.screenshot(path=path, full_page=True)
+        stop.set()
+        for client in clients:
+            client.join()
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait()
+
+
+def load(address: str, seed: int, stop: threading.Event) -> None:
+    """Ask questions behind contexts of different lengths until told to stop."""
+    draws = random.Random(seed)
+    while not stop.is_set():
+        context = "The code of beaver is 4377. " * draws.randrange(3, 30)
+        question = f"Question: What is {draws.randrange(9, 99)} + {draws.randrange(9, 99)}?\nAnswer:"
+        body = {"prompt": context + question, "max_tokens": draws.randrange(10, 60), "ignore_eos": True}
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(address + "/v1/completions", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request) as answer:
+            answer.read()
+        time.sleep(draws.random() * 1.5)
+
+
+if __name__ == "__main__":
+    main()
