@@ -23,6 +23,7 @@ from tests.engine.mutations.sites import Edit
 from tests.engine.mutations.subject import Workload
 
 RESOLVE = "self.resolver.resolve(logical, inputs, physical=physical, counts=counts)"
+EARLY = "self.physical_topk_ready.publish()"
 IN_SIDE = "\n                "
 BEHIND_SIDE = "\n            "
 
@@ -49,15 +50,19 @@ CONVERSION = (
     ),
     Fault(
         "physical rows published before they are resolved",
-        _convert(
-            f"{RESOLVE}{IN_SIDE}self.physical_topk_ready.publish()", f"self.physical_topk_ready.publish(); {RESOLVE}"
+        (
+            *_convert(f"self.logical_topk_ready.wait(){IN_SIDE}", f"self.logical_topk_ready.wait(){IN_SIDE}{EARLY}; "),
+            *_convert(f"{IN_SIDE}    self.physical_topk_ready.publish()", f"{IN_SIDE}    pass"),
         ),
         PIECES,
         ATTENDED_EARLY,
     ),
     Fault(
         "physical rows published on the compute stream",
-        _convert(f"{IN_SIDE}self.physical_topk_ready.publish()", f"{BEHIND_SIDE}self.physical_topk_ready.publish()"),
+        (
+            *_convert(f"{IN_SIDE}    self.physical_topk_ready.publish()", f"{IN_SIDE}    pass"),
+            *_convert("self.physical_topk_ready.wait()", f"{EARLY}; self.physical_topk_ready.wait()"),
+        ),
         PIECES,
         ATTENDED_EARLY,
     ),
