@@ -55,8 +55,9 @@ class DeviceCore:
         storage, reused = self.allocator.take(nbytes, pool=pool, stream=self.current, poison=_poison_of(dtype))
         block = storage.block
         spoiled, block.poison, block.graph = block.poison, _poison_of(dtype), graph
-        if reused and graph is not None:
-            # Until its first replay a captured output must not look like what another graph left there.
+        if reused and graph is not None and not graph.uses(block):
+            # Until its first replay a captured output must not look like what another graph left there. What an earlier
+            # segment left for this one stays: this one reads it when it is replayed.
             self._scheduler.finish([access.node for access in block.history])
             block.fill_poison()
         if block.poison != spoiled:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from sidestream.streams.backend import Stream
 from sidestream.streams.simulated.hazards import Touch
-from sidestream.streams.simulated.memory import Pool
+from sidestream.streams.simulated.memory import Block, Pool
 from sidestream.streams.simulated.schedule import Node, Run
 from sidestream.streams.simulated.site import Site
 
@@ -80,6 +80,11 @@ class SimGraph:
     open: bool = True
     replays: int = 0
     last: tuple[Node, ...] = ()
+    _blocks: set[Block] = field(default_factory=set)
+
+    def uses(self, block: Block) -> bool:
+        """Whether an operator recorded so far touches the memory."""
+        return block in self._blocks
 
     def add(
         self,
@@ -93,6 +98,7 @@ class SimGraph:
         awaits: SimEvent | None = None,
     ) -> None:
         """Record an operator on a stream."""
+        self._blocks.update(touch.block for touch in touches)
         where = stream.handle.name
         deps = self.frontiers[stream]
         self.ops.append(

@@ -60,6 +60,26 @@ def test_graphs_of_one_pool_share_memory_and_never_show_the_other_ones_values() 
     m.backend.check()
 
 
+def test_what_one_segment_leaves_for_the_next_survives_its_capture() -> None:
+    """The second segment reads it, drops it and takes its memory again, before either of them is replayed."""
+    m = Machine()
+    n, pool = m.buffer(4, value=1), m.backend.new_pool()
+    with m.on_compute():
+        with m.streams.capture("first", pool=pool) as first:
+            between = n + 1
+        first.replay()
+        address = between.data_ptr()
+        with m.streams.capture("second", pool=pool) as second:
+            kept = between * 3
+            del between
+            again = n + 4
+        assert again.data_ptr() == address
+        second.replay()
+    assert m.read(kept) == [6.0] * 4
+    assert m.read(again) == [5.0] * 4
+    m.backend.check()
+
+
 def test_eager_memory_is_reused_on_its_stream_only() -> None:
     backend = SimulatedBackend(Order.LAZY)
     side = backend.new_stream("side")
