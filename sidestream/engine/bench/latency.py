@@ -93,6 +93,9 @@ class Decoding:
             if all(chunk.is_decode for chunk in chunks):
                 return real(chunks, token_ids, **unknown)
             runner.streams.begin_step()
+            if runner.hisparse is not None:  # blocks find their places, and leave, as if they were written
+                runner.hisparse.begin_step(chunks)
+                runner.hisparse.end_step()
             rows = -(-len(token_ids) // 8) * 8  # as many as a step on a CPU has
             return StepOutput(torch.zeros(rows, hidden, dtype=dtype, device=device))
 
