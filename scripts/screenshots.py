@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -32,6 +33,7 @@ def main() -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         dashboard(browser, DOCS / "dashboard.png")
+        inspection(browser, DOCS / "inspect.png")
         browser.close()
 
 
@@ -59,6 +61,19 @@ def dashboard(browser: Browser, path: Path) -> None:
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait()
+
+
+def inspection(browser: Browser, path: Path) -> None:
+    """A question behind some five hundred tokens, one of the bundled prompts."""
+    lines = (DOCS.parent / "sidestream" / "assets" / "prompts.jsonl").read_text().splitlines()
+    prompt = next(p for p in map(json.loads, lines) if p["kind"] == "retrieval" and len(p["prompt"]) > 1000)["prompt"]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "inspect.html"
+        command = [sys.executable, "-m", "sidestream.cli.main", "inspect", "--prompt", prompt, "--max-tokens", "12"]
+        subprocess.run([*command, "--output", str(output)], check=True)
+        page = browser.new_page(viewport={"width": 1180, "height": 900})
+        page.goto(output.as_uri())
+        page.screenshot(path=path)
 
 
 def load(address: str, seed: int, stop: threading.Event) -> None:

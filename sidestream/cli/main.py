@@ -15,6 +15,7 @@ from sidestream.cli.capacity import capacity
 from sidestream.cli.doctor import doctor
 from sidestream.cli.eval import evaluate
 from sidestream.cli.generate import generate
+from sidestream.cli.inspect import inspect
 from sidestream.cli.serve import serve
 from sidestream.cli.verify import verify
 from sidestream.errors import SidestreamError
@@ -31,6 +32,7 @@ app.command()(serve)
 app.command()(doctor)
 app.command()(verify)
 app.command("eval")(evaluate)
+app.command()(inspect)
 app.command()(capacity)
 bench.command("shared-prefix")(shared_prefix)
 bench.command("multi-turn")(multi_turn)

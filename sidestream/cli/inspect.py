@@ -1,0 +1,69 @@
+"""``sidestream inspect``: one request from inside, as one HTML page."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sidestream.errors import CheckpointError, RequestError
+
+HELP = """
+Complete a prompt and write a page about it: which tokens each indexer chose, the timeline of one decode step, memory.
+
+The page needs nothing else; beside it lies the step's Chrome trace, for `chrome://tracing` or Perfetto.
+
+- `sidestream inspect --prompt "Question: What is 12 + 30?"` looks at the bundled checkpoint
+- `sidestream inspect path/to/checkpoint --prompt-file long.txt --output report.html`
+"""
+
+
+def inspect(
+    model: Annotated[Path | None, typer.Argument(help="Folder of a hub checkpoint.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt; `-` reads it from standard input.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="The prompt is this file.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("inspect.html"),
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 32,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    load_format: Annotated[str, typer.Option(help="auto, or dummy for seeded random weights.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, bf16, fp8_ds_mla or mxfp8.")] = "auto",
+    memory_limit: Annotated[str | None, typer.Option(help="'8GiB' or '60%'.")] = None,
+) -> None:
+    if (prompt is None) is (prompt_file is None):
+        raise typer.BadParameter("give one of --prompt and --prompt-file")
+    from sidestream.cli.inspect_page import page
+    from sidestream.engine.inspection.inspect import inspect_request
+    from sidestream.engine.llm import bundled_model
+
+    folder = bundled_model() if model is None else model.expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(f"model {str(folder)!r} is not a folder; give the folder of a hub checkpoint")
+    trace = output.with_suffix(".trace.json")
+    inspection = inspect_request(
+        folder,
+        _prompt(prompt, prompt_file),
+        max_tokens=max_tokens,
+        trace=trace,
+        device=device,
+        dtype=dtype,
+        load_format=load_format,
+        kv_cache_dtype=kv_cache_dtype,
+        memory_limit=memory_limit,
+    )
+    output.write_text(page(inspection), encoding="utf-8")
+    print(f"{output}: {len(inspection.tokens)} tokens, {len(inspection.selections)} indexers; trace in {trace}")
+
+
+inspect.__doc__ = HELP
+
+
+def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    if prompt_file is None:
+        return sys.stdin.read() if prompt == "-" else str(prompt)
+    try:
+        return prompt_file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read {prompt_file}: {error}") from error
