@@ -51,6 +51,7 @@ class _Tokens:
     """Those of them that were put out; the others wait for the first token."""
     pending_prompt_logprobs: list[TopLogprobs] = field(default_factory=list)
     admission: Admission | None = None
+    """The first one; later ones, after a preemption, take over what it computed itself."""
 
     def cached(self) -> tuple[int, CacheReason | None]:
         """What an output says of the prefix cache: only the first does."""
@@ -88,7 +89,8 @@ class _Posted:
 
 
 class EngineCore:
-    """Continuous batching over one built engine.
+    """Continuous batching over one built engine. A core begins with an empty prefix cache, and is not to be used again
+    after another one has used the same pools.
 
     On a device that runs beside the host, step n + 1 is planned and launched before the tokens of step n are read:
     they go from one step to the next on the device. A step that needs them on the host (penalties, log-probabilities)
@@ -193,7 +195,8 @@ class EngineCore:
     def _launch(self, step: ScheduledStep) -> _Launched:
         """Forward and sample; nothing is read on the host but what a request asks to see."""
         for admission in step.admitted:
-            self._tokens[admission.request_id].admission = admission
+            state = self._tokens[admission.request_id]
+            state.admission = state.admission or admission
         token_ids, sources = self._token_ids(step)
         self._pools.copy_slots(step.restores)
         output = self._runner.forward(step.chunks, token_ids, sources=sources, sampled=self._sampled.device)
@@ -262,6 +265,7 @@ class EngineCore:
             state.pending_prompt_logprobs.clear()
             state.prompt_logprobs_done = state.prompt_logprobs_given
             state.unread = 0
+            state.admission = None
         states = self._tokens.values()
         self.scheduler.restart((s.request, s.tokens[len(s.request.prompt_token_ids) :]) for s in states)
 
