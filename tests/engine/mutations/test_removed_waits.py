@@ -5,6 +5,7 @@ The places are found in the source. A new one fails here until its removal is sh
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,16 @@ from sidestream.streams.simulated import DeviceFaultError, SimulatedBackend
 from tests.engine.mutations import crossings
 from tests.engine.mutations.conftest import Subject
 from tests.engine.mutations.removals import CROSSINGS, GUARDS, REMOVALS, SETTLES, Guard
-from tests.engine.mutations.sites import ORDERING_CALLS, OTHER_CALLS, apply, places, remove
+from tests.engine.mutations.sites import (
+    BOOKKEEPING,
+    ORDERING_CALLS,
+    OTHER_CALLS,
+    PACKAGE,
+    WITHIN_A_KERNEL,
+    apply,
+    places,
+    remove,
+)
 from tests.engine.mutations.subject import Outcome, Workload
 from tests.engine.sim.harness import make_model
 from tests.engine.sim.test_interrupts import core_of, interrupted, raise_at
@@ -27,6 +37,47 @@ def test_every_place_has_a_mutation() -> None:
     known = {*REMOVALS, *CROSSINGS, *GUARDS, SETTLES}
     assert len(known) == len(REMOVALS) + len(CROSSINGS) + len(GUARDS) + 1
     assert sorted(known) == sorted(PLACES), "add what the removal of a new place brings about, drop what is gone"
+
+
+@pytest.mark.parametrize("path", BOOKKEEPING)
+def test_bookkeeping_knows_no_device(path: str) -> None:
+    """It imports neither torch nor what orders streams, and no module of the package that does."""
+    waiting, seen = [PACKAGE / path], set[Path]()
+    while waiting:
+        module = waiting.pop()
+        seen.add(module)
+        for name in imported(module):
+            assert name.split(".")[0] not in ("torch", "triton"), f"{module} imports {name}"
+            assert not name.startswith(("sidestream.streams", "sidestream.graphs")), f"{module} imports {name}"
+            other = PACKAGE.parent / (name.replace(".", "/") + ".py")
+            if other.is_relative_to(PACKAGE) and other.exists() and other not in seen:
+                waiting.append(other)
+    assert len(seen) > 2
+
+
+def imported(module: Path) -> list[str]:
+    """Modules that a file imports, and names it imports from them, anywhere in it."""
+    names = []
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return names
+
+
+def test_barriers_within_kernels_come_from_the_kernel_language() -> None:
+    """No handoff hides behind such a name: wherever it is used, it was imported from Gluon."""
+    users = [path for path in sorted(PACKAGE.rglob("*.py")) if uses(path, WITHIN_A_KERNEL)]
+    assert users
+    for path in users:
+        sources = {name.rpartition(".")[0] for name in imported(path) if name.rpartition(".")[2] in WITHIN_A_KERNEL}
+        assert sources, path
+        assert all(source.startswith("triton.experimental.gluon.") for source in sources), f"{path}: {sources}"
+
+
+def uses(path: Path, names: frozenset[str]) -> bool:
+    return any(isinstance(node, ast.Name) and node.id in names for node in ast.walk(ast.parse(path.read_text())))
 
 
 @pytest.mark.parametrize("kind", [Handoff, StreamBackend, Streams, Capture])
