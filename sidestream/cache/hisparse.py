@@ -164,6 +164,11 @@ class HiSparseRuntime:
         self._groups.append(group)
         return group
 
+    @property
+    def table_bytes(self) -> int:
+        """Device bytes of every group's tables."""
+        return sum(tensor.numel() * tensor.itemsize for group in self._groups for tensor in group.tables)
+
     def begin_step(self, chunks: Sequence[Chunk]) -> None:
         """Before a step's inputs are laid out: blocks that must leave do, new owners of hot slots find them empty.
 
@@ -273,6 +278,11 @@ class HiSparseTopK:
         self.misses = torch.zeros(decode_rows, dtype=torch.int32, device=device)
         self._totals = torch.zeros(sizes.seats, 2, dtype=torch.int64, device=device)
         self._requests = 0
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, ...]:
+        """What the group keeps on the device."""
+        return self._slot_of, self.slots, self._lists, self.misses, self._totals
 
     def totals(self) -> tuple[int, int]:
         """Rows of host blocks that decodes selected so far, and how many of them were in no hot slot; waits for the

@@ -12,6 +12,7 @@ from sidestream.cache.kv_arena import KVArena
 
 HOT_ROWS = "hot rows"
 STAGED_ROWS = "staged rows"
+HOT_TABLES = "tables of hot slots"
 """Their names in the memory ledger."""
 
 
@@ -24,16 +25,25 @@ class HostedSizes:
         slots: hot slots of each.
         host_blocks: of the host pool.
         staged: places for host blocks that prefills read.
+        max_blocks: of the longest sequence.
+        groups: of layers that share a selection; each has tables of its own.
     """
 
     seats: int
     slots: int
     host_blocks: int
     staged: int
+    max_blocks: int
+    groups: int
 
     @property
     def hot_rows(self) -> int:
         return self.seats * self.slots
+
+    def table_bytes(self, block_size: int) -> int:
+        """Of one group: where each position is, four numbers a slot, and lists of rows to copy."""
+        positions = self.max_blocks * block_size + 1
+        return self.seats * (4 * positions + 16 * self.slots + 16) + (self.seats - 1) * (16 * self.slots + 4)
 
     def bytes_by_kind(self, groups: CacheGroups) -> dict[str, int]:
         """Bytes on the device of what is only there because blocks may leave it; index keys stay there."""
@@ -43,6 +53,7 @@ class HostedSizes:
         return {
             HOT_ROWS: -(-self.hot_rows // rows) * a_block,
             STAGED_ROWS: self.staged * a_block // len(kv.layers),
+            HOT_TABLES: self.groups * self.table_bytes(rows),
             f"{CacheKind.INDEX_KEYS} of host blocks": self.host_blocks * keys,
         }
 

@@ -113,6 +113,7 @@ class BlockPlacement:
             if block not in self._placed:
                 self.table[block] = self._free_device.pop()
                 self._placed.add(block)
+        assert all(self.table[block] > 0 for block in written), "a block that is not full has left the device"
         for chunk in chunks:
             self._use(self._filled(chunk))
         return Moves(tuple(now), tuple(self._spill(self.watermark, busy)))

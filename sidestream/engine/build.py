@@ -15,7 +15,7 @@ from sidestream.attention.latent import PagedLatentAttention
 from sidestream.attention.step_inputs import ROW_BUCKET, StepInputsBuilder
 from sidestream.cache.groups import CacheGroups, plan_cache_groups
 from sidestream.cache.hisparse import HiSparseRuntime
-from sidestream.cache.hosted_rows import HostedRows
+from sidestream.cache.hosted_rows import HOT_TABLES, HostedRows
 from sidestream.cache.pools import SNAPSHOTS, CachePools
 from sidestream.config.engine import EngineConfig
 from sidestream.config.model import AttentionKind, IndexerKind, ModelConfig
@@ -136,6 +136,8 @@ def build_engine(
     )
     predicted = {WEIGHTS: weights, **foreseen, **groups.bytes_by_kind(num_blocks, num_slots, kv_places=places)}
     measured = {WEIGHTS: weights, **pools.bytes_by_kind()}
+    if runner.hisparse is not None:
+        measured[HOT_TABLES] = runner.hisparse.table_bytes
     if memory is not None:
         measured |= make_ready(
             runner,

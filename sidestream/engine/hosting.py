@@ -7,6 +7,7 @@ from sidestream.cache.hisparse import HiSparseRuntime
 from sidestream.cache.hosted_rows import HostedSizes
 from sidestream.cache.placement import BlockPlacement
 from sidestream.cache.pools import CachePools
+from sidestream.config.model import IndexerKind
 from sidestream.config.resolved import ResolvedConfig
 from sidestream.errors import CapacityError
 from sidestream.streams import Streams
@@ -43,6 +44,8 @@ def hosted_sizes(config: ResolvedConfig, groups: CacheGroups) -> HostedSizes | N
         slots=min(config.hot_factor * indexer.topk, longest * config.block_size),
         host_blocks=host_blocks,
         staged=min(host_blocks, config.max_num_seqs * longest),
+        max_blocks=longest,
+        groups=sum(layer.indexer is IndexerKind.FULL for layer in config.model.layers),
     )
 
 

@@ -117,6 +117,19 @@ def test_a_prefix_that_left_the_device_is_hit_without_being_computed_again(folde
     same(*servings)
 
 
+def test_the_ledger_lists_everything_that_a_host_pool_adds(folder: Path) -> None:
+    hosted, resident = both(folder)
+    parts = {part.name: part for part in hosted.built.ledger.parts}
+    assert {"hot rows", "staged rows", "tables of hot slots"} <= parts.keys()
+    assert all(
+        part.predicted == part.measured > 0 for part in parts.values() if part.name != "index_keys of host blocks"
+    )
+    more = hosted.built.ledger.total - resident.built.ledger.total
+    rows = hosted.built.pools.groups.kv.bytes_per_block * HOSTED
+    added = sum(parts[name].measured for name in ("hot rows", "staged rows", "tables of hot slots"))
+    assert more == added - rows
+
+
 def test_a_request_larger_than_both_pools_is_refused(folder: Path) -> None:
     small = {"max_model_len": 160, "hisparse_host_memory": host_memory(folder, 4)}
     with pytest.raises(CapacityError, match=r"max_model_len 160 needs 20 KV blocks .* there are 16"):
