@@ -29,6 +29,7 @@ from sidestream.engine.verify.report import SCHEDULES, Batching, Prefill, Report
 from sidestream.engine.verify.settings import VerifySettings
 from sidestream.engine.verify.verification import verify
 from sidestream.errors import CheckpointError, ConfigError
+from sidestream.layers.residual import ResidualState, settled
 from sidestream.models.decoder import DecoderLayer
 from sidestream.streams.handoff import Handoff
 from tests.tiny_models import build_oracle, next_layers, save_checkpoint, tiny_config
@@ -201,10 +202,10 @@ def test_a_fault_in_a_graph_mode_is_named_by_step_and_layer(folder: Path, monkey
             return out * 1.5 if here == [len(prompt) + 2] else out
         return out
 
-    def wrong_graph(self: DecoderLayer, state: torch.Tensor, rotation: Any) -> torch.Tensor:
+    def wrong_graph(self: DecoderLayer, state: ResidualState, rotation: Any) -> ResidualState:
         out = decode(self, state, rotation)
         if get_forward_context().mode is CUDAGraphMode.FULL and self.mla is not None and self.mla.layer == 1:
-            return out * 1.25
+            return settled(out) * 1.25
         return out
 
     monkeypatch.setattr(PagedLatentAttention, "attend", wrong_rows)
@@ -277,10 +278,10 @@ def test_a_fault_of_chunked_prefill_is_named_by_prompt_token_and_layer(
 ) -> None:
     decode = DecoderLayer.__call__
 
-    def forgets(self: DecoderLayer, state: torch.Tensor, rotation: Any) -> torch.Tensor:
+    def forgets(self: DecoderLayer, state: ResidualState, rotation: Any) -> ResidualState:
         out, inputs = decode(self, state, rotation), get_forward_context().inputs
         later_chunk = inputs.num_decode == 0 and inputs.segments[0].start_position > 0
-        return out * 1.5 if later_chunk and self.mla is not None and self.mla.layer == 1 else out
+        return settled(out) * 1.5 if later_chunk and self.mla is not None and self.mla.layer == 1 else out
 
     monkeypatch.setattr(DecoderLayer, "__call__", forgets)
     report = verify(folder, settings("cpu"), Silent())
@@ -306,9 +307,9 @@ def test_a_fault_of_batches_is_named_by_a_rerun_of_the_batch(
         shared[0] = self in again and len(chunks) > 1 and chunks[-1].is_decode
         return forward(self, chunks, token_ids, **unknown)
 
-    def wrong(self: DecoderLayer, state: torch.Tensor, rotation: Any) -> torch.Tensor:
+    def wrong(self: DecoderLayer, state: ResidualState, rotation: Any) -> ResidualState:
         out = decode(self, state, rotation)
-        return out * 1.5 if shared[0] and self.kda is not None else out
+        return settled(out) * 1.5 if shared[0] and self.kda is not None else out
 
     monkeypatch.setattr(ModelRunner, "forward", noting)
     monkeypatch.setattr(DecoderLayer, "__call__", wrong)

@@ -30,7 +30,7 @@ SPARSE_MLA = (
 )
 WRITE_ROWS = "write_rows(pool, inputs.slot_mapping[:rows], latent, rope=rope_key, layout=self._layout)"
 LOGITS = "logits = self._runner.logits(output, last_rows)"
-SAMPLE = "pending = self._sampled.keep(self._sampler.choose(logits, rows))"
+SAMPLE = "pending = self._sampled.keep(self._sampler.choose(logits, rows, bitmask=bitmask))"
 MIX = "mixed = self._mix(projected, inputs=inputs, cache=cache)"
 
 OTHER_STREAMS = (
@@ -134,9 +134,9 @@ CAPTURES = (
         (
             Edit(
                 KDA,
-                "KimiDeltaAttention._attend",
-                "inputs.num_tokens",
-                "vars(self).setdefault(f'rows of {len(projected)}', inputs.num_tokens)",
+                "KimiDeltaAttention._mix",
+                "lengths=[segment.length for segment in inputs.segments]",
+                "lengths=[vars(self).setdefault(f'rows of {len(projected)}', inputs.num_tokens)]",
             ),
         ),
         Workload("full_and_piecewise", "KD"),
