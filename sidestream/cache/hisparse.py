@@ -148,7 +148,7 @@ class HiSparseRuntime:
         """[R + 1, B] of this step: which staging place holds a block, -1 for none; None if no prefill needs any."""
         self._staged_rows: torch.Tensor | None = None
         self._staged_count: torch.Tensor | None = None
-        self._staging_rows = torch.arange(staged_rows, device=streams.backend.device).view(1, -1)
+        self._staging_rows = torch.arange(staged_rows, device=streams.backend.device)
 
     @property
     def table(self) -> Array:
@@ -252,7 +252,7 @@ class HiSparseRuntime:
         copy_rows(
             staging,
             self.host.layer(layer),
-            to=self._staging_rows[:, : self._staged_rows.shape[1]],
+            to=self._staging_rows[: self._staged_rows.shape[1]].view(1, -1),
             source=self._staged_rows,
             counts=self._staged_count.int(),
             spare=(0, self.spare_host_row),

@@ -21,7 +21,7 @@ SETTINGS = {
     "max_model_len": 128,
     "block_size": 8,
     "num_blocks": 60,
-    "memory_limit": "130GiB",
+    "memory_limit": "90%",
 }
 CLOSE = 10 * PARITY_LOGPROB
 """Two best tokens closer than this may change places between a CPU and a GPU."""
