@@ -197,17 +197,23 @@ class HiSparseRuntime:
         self._moves, self._step_seats = Moves(), []
         self.staged_table = None
 
+    def counters(self) -> dict[str, int]:
+        """What the host knows of ``stats`` without waiting, by its names there."""
+        return {
+            "spilled_blocks": self.placement.num_spilled,
+            "spilled_bytes": self.spilled_bytes,
+            "staged_bytes": self.staged_bytes,
+            "free_device_blocks": self.placement.num_free_device,
+            "free_host_blocks": self.placement.num_free_host,
+        }
+
     def stats(self) -> HiSparseStats:
         """What happened so far; waits for the device."""
         pairs = [group.totals() for group in self._groups]
         return HiSparseStats(
             selected_rows=sum(selected for selected, _ in pairs),
             missed_rows=sum(missed for _, missed in pairs),
-            spilled_blocks=self.placement.num_spilled,
-            spilled_bytes=self.spilled_bytes,
-            staged_bytes=self.staged_bytes,
-            free_device_blocks=self.placement.num_free_device,
-            free_host_blocks=self.placement.num_free_host,
+            **self.counters(),
         )
 
     def reset(self) -> None:

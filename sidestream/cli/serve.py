@@ -65,6 +65,10 @@ def serve(
     stream_policy: Annotated[str, typer.Option(help="auto, external or stream.")] = "auto",
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks; derived from the memory limit without it.")] = None,
     memory_limit: Annotated[str | None, typer.Option(help="'8GiB' or '60%' of the device's memory.")] = None,
+    hisparse_host_memory: Annotated[
+        str | None, typer.Option(help="'64GiB' or '40%' of the machine: KV rows go there when the device is short.")
+    ] = None,
+    hisparse_hot_factor: Annotated[int, typer.Option(help="Hot slots a sequence, times index_topk.")] = 2,
     seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
 ) -> None:
     if missing := [name for name in NEEDED if find_spec(name) is None]:
@@ -91,6 +95,8 @@ def serve(
         num_blocks=num_blocks,
         memory_limit=memory_limit,
         enable_prefix_caching=enable_prefix_caching,
+        hisparse_host_memory=hisparse_host_memory,
+        hisparse_hot_factor=hisparse_hot_factor,
         seed=seed,
     )
     settings = ServerSettings(

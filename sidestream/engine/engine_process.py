@@ -132,7 +132,8 @@ class EngineProcess:
 
     def state(self) -> EngineState:
         """Counters and what is held."""
-        scheduler, graphs = self._core.scheduler, self._built.runner.graphs
+        scheduler, runner = self._core.scheduler, self._built.runner
+        graphs, hisparse = runner.graphs, runner.hisparse
         return EngineState(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
@@ -145,6 +146,7 @@ class EngineProcess:
             steps={} if graphs is None else {mode.name: n for mode, n in graphs.dispatcher.steps.items()},
             fallbacks={} if graphs is None else dict(graphs.dispatcher.fallbacks),
             waits=dict(self._core.waits),
+            hisparse={} if hisparse is None else hisparse.counters(),
         )
 
 

@@ -53,6 +53,7 @@ class EngineState(msgspec.Struct, frozen=True):
         prefix_queries, prefix_hits: tokens of admitted sequences, and those of them that came from the prefix cache.
         steps: graph mode -> steps run in it.
         fallbacks: reason -> steps that ran without the graph that the settings ask for.
+        hisparse: blocks and bytes that left the device, bytes staged, places free; empty without a host pool.
         waits: reason -> steps that the host waited for before it launched the next.
     """
 
@@ -67,6 +68,7 @@ class EngineState(msgspec.Struct, frozen=True):
     steps: dict[str, int] = {}
     fallbacks: dict[str, int] = {}
     waits: dict[str, int] = {}
+    hisparse: dict[str, int] = {}
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -14,6 +14,14 @@ from sidestream.engine.wire import EngineState, Ready
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 LABEL = "model_name"
+HISPARSE = {
+    "spilled_blocks": "KV blocks copied to the host pool.",
+    "spilled_bytes": "Bytes of those.",
+    "staged_bytes": "Bytes copied back for prefills.",
+    "free_device_blocks": "KV places free on the device.",
+    "free_host_blocks": "KV places free in the host pool.",
+}
+"""What is said of a host pool, by its names in ``EngineState``."""
 
 
 class Metrics:
@@ -120,6 +128,9 @@ class _EngineReports:
         yield self._by("sidestream:steps", "Steps by graph mode.", "mode", state.steps)
         yield self._by("sidestream:graph_fallbacks", "Steps without the graph asked for.", "reason", state.fallbacks)
         yield self._by("sidestream:host_waits", "Steps the host waited for.", "reason", state.waits)
+        for name, value in state.hisparse.items():
+            kind = self._gauge if name.startswith("free") else self._counter
+            yield kind(f"sidestream:hisparse_{name}", HISPARSE[name], value)
         memory = GaugeMetricFamily("sidestream:memory_bytes", "Bytes held, by part.", labels=[LABEL, "part"])
         for part, size in ready.ledger["parts"].items():
             memory.add_metric([self._model, part], size["measured"])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from prometheus_client.parser import text_string_to_metric_families
 
+from sidestream.engine.wire import EngineState
+from sidestream.server.metrics import Metrics
 from tests.server.live_server import LiveServer
 
 PROMPT = "Question: What is 12 + 30?\nAnswer:"
@@ -29,6 +33,18 @@ def test_the_page_parses_and_every_sample_names_the_model(server: LiveServer) ->
     for family in families.values():
         assert family.documentation
         assert all(sample.labels["model_name"] == "glm5-next-tiny" for sample in family.samples)
+
+
+def test_a_host_pool_is_reported_where_there_is_one(server: LiveServer) -> None:
+    assert "hisparse" not in server.get("/metrics")[1]
+    ready = SimpleNamespace(num_blocks=9, ledger={"parts": {}})
+    state = EngineState(hisparse={"spilled_blocks": 3, "spilled_bytes": 4096, "staged_bytes": 0, "free_host_blocks": 5})
+    metrics = Metrics("m")
+    metrics.follow(lambda: (ready, state))  # type: ignore[arg-type, return-value]
+    families = {f.name: f for f in text_string_to_metric_families(metrics.text().decode())}
+    assert families["sidestream:hisparse_spilled_bytes"].type == "counter"
+    assert families["sidestream:hisparse_spilled_bytes"].samples[0].value == 4096
+    assert families["sidestream:hisparse_free_host_blocks"].type == "gauge"
 
 
 def test_tokens_and_requests_are_counted_once(server: LiveServer) -> None:
