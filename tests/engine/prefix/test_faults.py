@@ -1,0 +1,100 @@
+"""Faults of the prefix cache that the tests beside this one must notice: one of each kind is made, and shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sidestream.cache.prefix_cache import PrefixCache
+from sidestream.cache.prefix_tree import PrefixNode
+from tests.engine.prefix.serving import Served, Serving
+from tests.engine.prefix.test_prompts import SUFFIX, Model, P
+
+
+def no_copies(patch: pytest.MonkeyPatch, serving: Serving) -> None:
+    """State is neither taken nor restored."""
+    patch.setattr(serving.core._pools, "copy_slots", lambda copies: None)
+
+
+def state_of_the_prompts_end(patch: pytest.MonkeyPatch, serving: Serving) -> None:
+    """Chunks do not end at boundaries, and the state behind the whole prompt is kept for the last of them."""
+    cache = serving.core.scheduler._prefixes._cache
+    assert cache is not None
+    real = cache.computed
+
+    def computed(sequence: Any, end: int, block_ids: Any, *, decode: bool) -> int | None:
+        slot = real(sequence, end // 16 * 16, block_ids, decode=decode)
+        sequence.num_computed = end
+        return slot
+
+    patch.setattr(cache, "chunk_end", lambda sequence, start, end: end)
+    patch.setattr(cache, "computed", computed)
+
+
+def blocks_of_equal_tokens_behind_other_prefixes(patch: pytest.MonkeyPatch, serving: Serving) -> None:
+    """A hash over a block's own tokens alone."""
+    import hashlib
+
+    from sidestream.cache import block_hashes
+
+    real = hashlib.blake2b
+
+    class Blind:
+        @staticmethod
+        def blake2b(data: bytes = b"", **kw: Any) -> Any:
+            return real(data[16:], **kw) if len(data) > 16 else real(data, **kw)
+
+    patch.setattr(block_hashes, "hashlib", Blind)
+
+
+def a_hit_without_its_state(patch: pytest.MonkeyPatch, serving: Serving) -> None:
+    """Blocks are enough, whether there is a snapshot or not."""
+    real = PrefixCache.find
+
+    def find(self: PrefixCache, sequence: Any, num_known: int) -> Any:
+        held: list[PrefixNode] = [n for n in sequence.path if n.block is not None and n.snapshot is None]
+        for node in held:
+            node.snapshot = serving.built.num_slots
+        hit = real(self, sequence, num_known)
+        for node in held:
+            node.snapshot = None
+        return hit
+
+    patch.setattr(PrefixCache, "find", find)
+
+
+FAULTS: tuple[tuple[Callable[[pytest.MonkeyPatch, Serving], None], str], ...] = (
+    (no_copies, "position|behind the best|not finite"),
+    (state_of_the_prompts_end, "position|behind the best"),
+    (blocks_of_equal_tokens_behind_other_prefixes, "of a path has depth"),
+    (a_hit_without_its_state, "position|behind the best|not finite"),
+)
+"""Each with what the check says of it."""
+
+
+def serve(model: Model, patch: pytest.MonkeyPatch, fault: Callable[..., None] | None) -> list[Served]:
+    serving = Serving(model.folder)
+    if fault is not None:
+        fault(patch, serving)
+    prompts = (P, [*P, *SUFFIX], [*P[:100], *SUFFIX], [*P[64:96], *P[32:64], *SUFFIX])
+    return [serving.serve(str(i), prompt, max_tokens=2) for i, prompt in enumerate(prompts)]
+
+
+def check(model: Model, patch: pytest.MonkeyPatch, fault: Callable[..., None] | None) -> None:
+    for served in serve(model, patch, fault):
+        model.check(served)
+
+
+@pytest.mark.parametrize(("fault", "message"), FAULTS, ids=lambda item: getattr(item, "__name__", ""))
+def test_a_fault_shows(
+    fault: Callable[..., None], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check(Model("next", tmp_path), monkeypatch, fault)
+
+
+def test_without_a_fault_nothing_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(Model("next", tmp_path), monkeypatch, None)
