@@ -28,9 +28,15 @@ def scratch_chunk(block_size: int, start: int, length: int, *, decode: bool) -> 
 def run_step(
     runner: ModelRunner, chunks: Sequence[Chunk], *, vocab_size: int, params: SamplingParams = EVERYTHING
 ) -> None:
-    """Run the step and sample from the last row of each chunk; with log-probabilities, from its first rows too."""
+    """Run the step and sample from the last row of each chunk; with log-probabilities, from its first rows too.
+
+    Decodes take their token from the device, as those do whose last token the host has not read yet.
+    """
     tokens = sum(chunk.length for chunk in chunks)
-    output = runner.forward(chunks, [0] * tokens)
+    sources = [0 if chunk.is_decode else -1 for chunk in chunks for _ in range(chunk.length)]
+    sampled = torch.zeros(len(chunks), dtype=torch.int64, device=runner.streams.backend.device)
+    unread = any(chunk.is_decode for chunk in chunks)
+    output = runner.forward(chunks, [0] * tokens, sources=sources if unread else None, sampled=sampled)
     sampler, ends, row = Sampler(vocab_size), [], 0
     for chunk in chunks:
         row += chunk.length
