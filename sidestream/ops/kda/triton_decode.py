@@ -14,7 +14,7 @@ below.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 import triton
@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.core.ring import RingPlan
+from sidestream.ops.kda import first_use
 from sidestream.ops.kda.torch_impl import L2_EPS
 from sidestream.ops.kda.triton_advance import MOST_TAPS, WARPS, advance
 from sidestream.ops.kda.triton_conv import log_decay
@@ -86,7 +87,8 @@ def decode_step(
     T, H, D = projected.shape[0], A_log.numel(), expand.shape[2]
     hopper = _hopper(projected.device)
     if launch is None:
-        launch = launch_for(T, ordered=hopper and D == 128 and plan.window <= MOST_TAPS)
+        ordered = hopper and D == 128 and plan.window <= MOST_TAPS and first_use.agree(projected.device, *_BOTH)
+        launch = launch_for(T, ordered=ordered)
     overlap = launch.overlap and hopper
     expanded = torch.empty(2, T, H * D, dtype=torch.float32, device=projected.device)
     _expand[(2 * H, triton.cdiv(T, launch.rows))](
@@ -126,6 +128,9 @@ def decode_step(
     else:
         _advance[(H, T)](*memories, *numbers, min(launch.columns, D), num_warps=WARPS, **options)
     return out
+
+
+_BOTH = partial(decode_step, launch=Launch(ordered=True)), partial(decode_step, launch=Launch(ordered=False))
 
 
 @triton.jit(do_not_specialize=["T"])  # type: ignore[untyped-decorator]
