@@ -29,7 +29,7 @@ from sidestream import LLM, RequestOutput, SamplingParams
 READY = re.compile(r"ready after .*: (http://\S+?)/v1")
 CUT = 0.4
 MARGIN = 1e-3
-CHECKED = 400
+CHECKED = 120
 """Kept answers that are computed again."""
 
 

@@ -46,7 +46,11 @@ def page(inspection: Inspection) -> str:
 
 def _facts(inspection: Inspection) -> str:
     made = len(inspection.tokens) - inspection.num_prompt
-    limit = "" if inspection.topk is None else f"; an indexer chooses {inspection.topk} tokens, and those of an unfinished pool"
+    limit = (
+        ""
+        if inspection.topk is None
+        else f"; an indexer chooses {inspection.topk} tokens, and those of an unfinished pool"
+    )
     return f"{inspection.num_prompt} prompt tokens, {made} generated{limit}"
 
 

@@ -49,7 +49,7 @@ async def create_chat_completion(service: Service, body: ChatRequest, request: R
     (prompt,) = await engine.process([({"prompt_token_ids": token_ids, "cache_salt": body.cache_salt}, params)])
     answer = _Answer(service, body, prompt, parser_for(service.answer_parser, text, tools))
     if body.stream:
-        return await event_stream(request.receive, answer.events())
+        return await event_stream(request.receive, answer.events(), on_gone=service.metrics.disconnected)
     return JSONAnswer(await unless_gone(request.receive, answer.whole()))
 
 

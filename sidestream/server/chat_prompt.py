@@ -11,7 +11,23 @@ from sidestream.errors import RequestError
 from sidestream.server.errors import shown
 from sidestream.server.protocol import Message, Tool
 
-RESERVED = frozenset({"conversation", "messages", "tools", "tokenize", "add_generation_prompt", "chat_template"})
+RESERVED = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
 """Names of the template's own arguments that ``chat_template_kwargs`` cannot replace."""
 
 

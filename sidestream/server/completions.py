@@ -45,7 +45,7 @@ async def create_completion(service: Service, body: CompletionRequest, request: 
     batch = await engine.process([(_salted(prompt, body.cache_salt), params) for prompt in prompts])
     answer = _Answer(service, body, batch, score_only=score_only)
     if body.stream:
-        return await event_stream(request.receive, answer.events())
+        return await event_stream(request.receive, answer.events(), on_gone=service.metrics.disconnected)
     return JSONAnswer(await unless_gone(request.receive, answer.whole()))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from asyncio import FIRST_COMPLETED
 from asyncio import wait as first_of
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -53,21 +53,23 @@ class EventStream(Response):
     Args:
         first, events: lists of objects, each list sent at once. ``events`` is closed whatever happens, which aborts
             what it stands for.
+        on_gone: called if the client goes away before the end.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: list[Any], events: AsyncGenerator[list[Any], None]) -> None:
+    def __init__(self, first: list[Any], events: AsyncGenerator[list[Any], None], on_gone: Callable[[], None]) -> None:
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._first = first
         self._events = events
+        self._on_gone = on_gone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await unless_gone(receive, self._send_all(send))
         except (ClientGoneError, OSError):
-            pass  # nobody is there to be told
+            self._on_gone()
         finally:
             await self._events.aclose()
 
@@ -86,14 +88,16 @@ class EventStream(Response):
         await _send(send, DONE, last=True)
 
 
-async def event_stream(receive: Receive, events: AsyncGenerator[list[Any], None]) -> EventStream:
+async def event_stream(
+    receive: Receive, events: AsyncGenerator[list[Any], None], *, on_gone: Callable[[], None]
+) -> EventStream:
     """A stream whose first event is there, so that what goes wrong before it still has a status of its own."""
     try:
         first = await unless_gone(receive, anext(events))
     except BaseException:
         await events.aclose()
         raise
-    return EventStream(first, events)
+    return EventStream(first, events, on_gone)
 
 
 def _event(content: Any) -> bytes:

@@ -18,6 +18,8 @@ from sidestream.server.service import Service
 from sidestream.server.settings import ServerSettings
 
 BACKLOG = 2048
+KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep idle connections, so that they close them and none is closed under a new request."""
 
 
 def run_server(
@@ -57,6 +59,7 @@ def run_server(
         create_app(service, engine=engine, end=end),
         log_level="warning",
         access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         server_header=False,
         timeout_graceful_shutdown=settings.drain_seconds,
     )

@@ -50,10 +50,12 @@ def await_count(server: LiveServer, name: str, count: float) -> None:
 
 
 def test_mid_stream(narrow: LiveServer) -> None:
+    gone = narrow.metric("sidestream:requests_disconnected_total")
     client = Client(narrow, {"prompt": PROMPT, "stream": True, **LONG})
     assert b"200 OK" in client.read_some()
     client.cut()
     narrow.await_idle()
+    assert narrow.metric("sidestream:requests_disconnected_total") == gone + 1
 
 
 def test_whole_answer(narrow: LiveServer) -> None:

@@ -117,6 +117,18 @@ def test_an_engine_without_its_server_ends() -> None:
         await_gone(engine)
 
 
+def test_a_start_can_be_ended() -> None:
+    with live_server() as server:
+        deadline = time.monotonic() + 60
+        while server.get("/ready")[1]["error"]["message"] == "the engine is starting":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        engine = server.engine_pid
+        server.send_signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+        assert gone(engine)
+
+
 def test_a_start_that_fails_says_why() -> None:
     with live_server("--memory-limit", "1MiB") as server:
         assert server.exit_code() == 2
