@@ -560,13 +560,17 @@ def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
 # With a host pool
 
 
-def test_every_mode_runs_with_a_host_pool_too(folder: Path) -> None:
+def test_every_mode_runs_with_a_host_pool_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the schedule that all are compared with, and under that which has chunks and batches."""
+    schedules = (ALONE, Schedule(Prefill.CHUNKED, Batching.BATCHED))
+    assert set(schedules) < set(SCHEDULES)
+    monkeypatch.setattr(verification, "SCHEDULES", schedules)
     report = verify(folder, settings("sim", tokens=3, hisparse=True), Silent())
     assert report.passed, report.problems()
     names = ["NONE", "PIECEWISE", "FULL", "plain CPU", "NONE, HiSparse", "PIECEWISE, HiSparse", "FULL, HiSparse"]
     assert list(report.engines) == names
     hosted = [cell for cell in report.cells if "HiSparse" in cell.engine]
-    assert len(hosted) == 3 * len(SCHEDULES)
+    assert len(hosted) == 3 * len(schedules)
     assert all(cell.rule is Rule.BITWISE and cell.compared == cell.generated == 6 for cell in hosted)
     assert report.hazards == {name: () for name in names if name != "plain CPU"}
 
