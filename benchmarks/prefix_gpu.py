@@ -79,7 +79,7 @@ def open_engine(args: argparse.Namespace) -> BuiltEngine:
         max_num_batched_tokens=args.budget,
         max_model_len=longest,
         num_blocks=(4 * longest + args.crowd * (args.crowd_prompt + 128)) // 64,
-        memory_limit="8GiB" if args.device == "cpu" else "120GiB",
+        memory_limit="8GiB" if args.device == "cpu" else "60GiB",
         num_prefix_snapshots=48,
     )
     with tempfile.TemporaryDirectory() as folder:
