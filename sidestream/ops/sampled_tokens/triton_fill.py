@@ -11,7 +11,8 @@ import triton.language as tl
 BLOCK = 128
 
 
-@triton.jit
+# One kernel for all sizes and places, since a step of any size may be the first to run ahead.
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["token_ids", "sources", "sampled"])
 def _fill_kernel(token_ids, sources, sampled, rows, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(sources + row, mask=row < rows, other=-1)
