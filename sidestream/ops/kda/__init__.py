@@ -1,4 +1,4 @@
-"""Kimi Delta Attention: a whole decode step, a step with chunks of prompts in it, and the parts of both."""
+"""Kimi Delta Attention: a whole decode step, a whole step with chunks of prompts in it, and the parts of both."""
 
 from __future__ import annotations
 
