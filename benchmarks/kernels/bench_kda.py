@@ -28,7 +28,7 @@ import triton.language as tl
 from sidestream.core.ring import plan_ring
 from sidestream.ops.kda import mixed_step, reference, torch_chunked, torch_impl, triton_chunked
 from sidestream.ops.kda.torch_impl import ForgetGate
-from sidestream.ops.kda.triton_decode import Launch, decode_step, launch_for
+from sidestream.ops.kda.triton_decode import Launch, decode_step
 
 HEADS, DIM, WINDOW = 64, 128, 4
 BYTES_PER_S = 4.28e12
@@ -208,11 +208,11 @@ def time_decodes(launches: list[Launch], results: dict[str, Any], until: float) 
             else:
                 times[str(launch)] = timed(lambda made, launch=launch: decode_step(**made, launch=launch), sets)
         parts = {"states scaled in place": timed(scale_states, sets)}
-        chosen = times.get(str(launch_for(rows, ordered=True)))
+        chosen = times.get(str(Launch(True)))
         results["shapes"][rows] = {"floor_us": floor, "bar_us": BARS.get(rows), "us": times, "parts_us": parts}
         bar = f"{BARS[rows]:.1f}" if rows in BARS else "-"
         now = f"{chosen:.2f}" if chosen is not None else "-"
-        print(f"batch {rows}: floor {floor:.1f} us, bar {bar} us, launch_for {now} us, {parts}")
+        print(f"batch {rows}: floor {floor:.1f} us, bar {bar} us, as launched {now} us, {parts}")
         for name, value in sorted(times.items(), key=lambda item: item[1]):
             print(f"  {value:8.2f} us  {value / floor:5.2f} x floor  {name}")
         del sets
