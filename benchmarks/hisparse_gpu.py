@@ -44,7 +44,8 @@ class Replayed:
         self._real: Callable[..., None] = indexer.select_topk_decode
         self._sets: dict[tuple[int, int], torch.Tensor] = {}
         self._turns: dict[int, torch.Tensor] = {}
-        self._on = torch.zeros((), dtype=torch.bool, device="cuda")
+        with torch.inference_mode():
+            self._on = torch.zeros((), dtype=torch.bool, device="cuda")
         indexer.select_topk_decode = self  # type: ignore[assignment]
 
     def __call__(self, *args: Any, out: torch.Tensor, topk: int, **named: Any) -> None:
@@ -58,6 +59,7 @@ class Replayed:
         out.copy_(torch.where(self._on & (out[:, :1] >= 0), sets.index_select(0, turn % SELECTIONS)[0], out))
         turn.add_(1)
 
+    @torch.inference_mode()
     def use(self, overlap: float | None) -> None:
         """From the next step on; graphs stay as they are."""
         self.overlap = overlap
