@@ -39,7 +39,7 @@ ROTATED_BYTES = 160 << 20
 BATCHES = (1, 8, 32, 64, 128)
 BARS = {"mxfp8": (12, 16, 36, 55, 90), "bf16": (12, 18, 42, 65, 105), "fp8_ds_mla": (12, 18, 42, 65, 105)}
 ROPES = {"mxfp8": 0, "bf16": 0, "fp8_ds_mla": 64}
-SMALL = ((16, 32, 5, 4, False), (16, 64, 3, 4, False))
+SMALL = ((16, 32, 5, 4, False), (64, 64, 3, 8, True))
 """Sizes for few tokens or heads: block_h, block_n, stages, warps, parted."""
 
 
@@ -97,10 +97,11 @@ def variants(shape: Shape) -> list[Launch]:
         found += [replace(chosen, splits=-(-chosen.splits * share // 6)) for share in (3, 4)]
     if shape.tokens <= 8 or shape.heads < 32:
         for block_h, block_n, stages, warps, parted in SMALL:
-            blocks = shape.tokens * -(-shape.heads // block_h)
-            runs = {max(1, 264 // blocks)}
-            for splits in sorted({min(count, MAX_SPLITS // 2, -(-shape.width // block_n)) for count in runs}):
-                found.append(Launch(splits, block_h, block_n, stages, warps, parted))
+            most = min(MAX_SPLITS, -(-shape.width // block_n))
+            splits = min(132 // shape.tokens if block_h == 64 else 64 // shape.tokens, most)
+            found.append(Launch(splits, block_h, block_n, stages, warps, parted))
+        for splits in {min(132 // shape.tokens, 33), min(66 // shape.tokens, 17)} if shape.heads == 64 else ():
+            found.append(Launch(splits, 64, 64, 1, 8, False, roles=True))
     return list(dict.fromkeys(found))
 
 

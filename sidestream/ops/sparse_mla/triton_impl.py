@@ -8,7 +8,7 @@ from sidestream.ops.kv_rows.layout import KVRowLayout
 from sidestream.ops.sparse_mla import torch_impl
 from sidestream.ops.sparse_mla.triton_launch import Launch, choose_launch, run, supported
 
-MAX_SPLITS = 64
+MAX_SPLITS = 33
 """Runs a token at most: more only make the merge longer at 2,048 rows."""
 
 

@@ -26,7 +26,10 @@ _PROGRAMS = 132
 """Programs that run at once: one a multiprocessor of an H100 or H200, two with blocks of 16 heads."""
 _START, _MERGE, _MERGE_RUN = 160, 128, 0.75
 """Costs in rows of one program, 32 of which take a microsecond: to start one (queries, first gathers), the merge's
-launch, and its traffic a run."""
+launch, and its traffic a run of 64 heads."""
+_FEW_BLOCKS = 16
+"""Blocks of 64 heads with rows named one by one, below which the plain kernel wins: a program with roles takes longer
+to start, and each has a few tiles only."""
 _MERGED = (4, 16, 64, 128)
 """Runs that a merge is compiled for: few, so that steps of any size find theirs compiled."""
 
@@ -52,19 +55,22 @@ class Launch:
 
 
 @lru_cache(maxsize=4096)
-def splits_for(blocks: int, tiles: int, block_n: int, limit: int, *, programs: int = _PROGRAMS) -> int:
+def splits_for(
+    blocks: int, tiles: int, block_n: int, limit: int, *, programs: int = _PROGRAMS, run_cost: float = 0.75
+) -> int:
     """Runs a token: the cheapest number by whole waves of programs, from shapes alone (the padded row count).
 
     Args:
         blocks: programs without splitting, tokens times blocks of heads.
         tiles: of ``block_n`` rows, that a token may have at most.
         programs: that run at once.
+        run_cost: of one program's result in the merge, in rows.
     """
 
     def cost(splits: int) -> float:
         waves = -(-blocks * splits // programs)
         runs = waves * (_START + -(-tiles // splits) * block_n)
-        return runs + (_MERGE + blocks * splits * _MERGE_RUN if splits > 1 else 0)
+        return runs + (_MERGE + blocks * splits * run_cost if splits > 1 else 0)
 
     return min(range(1, max(1, min(limit, tiles)) + 1), key=cost)
 
@@ -76,19 +82,22 @@ def choose_launch(
     """Sizes for ``tokens`` (padded) rows with up to ``places`` pool rows each, named by a block table if ``paged``; at
     most ``limit`` runs a token. ``in_line``: a block's queries may be those of several tokens of one sequence."""
     across = tokens * heads if in_line else heads
-    block_h = min(64, max(16, triton.next_power_of_2(across)))
-    roles = roles_support(layout) and block_h > 16
+    full_blocks = -(-across // 64) * (1 if in_line else tokens)
+    few = not paged and full_blocks < _FEW_BLOCKS
+    block_h = 16 if not paged and full_blocks == 1 else min(64, max(16, triton.next_power_of_2(across)))
+    roles = roles_support(layout) and block_h > 16 and not few
     if roles:
         block_h, block_n, stages, warps, parted = 64, 64, 1, 8, False
     elif block_h < 64:
         block_n, stages, warps, parted = 32, 5, 4 if block_h == 16 else 8, False
     elif layout.tile:
-        block_n, stages, warps, parted = (64, 3, 8, True) if not layout.rope_dim else (32, 5, 8, True)
+        block_n, stages, warps, parted = 64, 3 if layout.rope_dim else 5, 8, True
     else:
-        block_n, stages, warps, parted = 32, 7 if not layout.rope_dim else 5, 8, True
+        block_n, stages, warps, parted = (32, 5, 8, True) if layout.rope_dim else (64, 3, 8, True)
     blocks = -(-across // block_h) * (1 if in_line else tokens)
     programs = 2 * _PROGRAMS if block_h == 16 else _PROGRAMS
-    splits = splits_for(blocks, -(-places // block_n), block_n, limit, programs=programs)
+    tiles = -(-places // block_n)
+    splits = splits_for(blocks, tiles, block_n, limit, programs=programs, run_cost=_MERGE_RUN * block_h / 64)
     return Launch(splits, block_h, block_n, stages, warps, parted, roles=roles)
 
 

@@ -127,5 +127,5 @@ def test_runs_follow_from_shapes() -> None:
     assert 8 <= splits_for(1, 64, 32, 32) <= 32
     assert splits_for(1, 1, 32, 32) == 1
     assert splits_for(64, 64, 32, 64, programs=264) == 4
-    for heads, block_h in ((1, 16), (8, 16), (20, 32), (64, 64), (128, 64)):
-        assert triton_launch.choose_launch(1, heads, 2048, layout_of("auto", 0, 512), 32).block_h == block_h
+    for tokens, heads, block_h in ((1, 1, 16), (1, 64, 16), (2, 8, 16), (2, 20, 32), (2, 64, 64), (1, 128, 64)):
+        assert triton_launch.choose_launch(tokens, heads, 2048, layout_of("auto", 0, 512), 32).block_h == block_h
