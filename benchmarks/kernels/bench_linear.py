@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.kernels.bench_moe import BYTES_PER_US, Report, Shape, draw, error_of
-from sidestream.ops.linear import per_head, reference, torch_impl, triton_linear
+from sidestream.ops.linear import reference, torch_impl, triton_linear
 from sidestream.ops.linear.launches import Launch, launch_for
 
 SHAPES = {
@@ -36,8 +36,6 @@ SHAPES = {
     "head": (32768, 4096),
 }
 """Name to (N, K)."""
-HEAD_SHAPES = {"absorb": (64, 256, 512, False), "values": (64, 512, 256, True)}
-"""Name to (heads, K, N, whether weights are adjacent along K)."""
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 ROTATED_BYTES = 300e6
 
@@ -78,22 +76,6 @@ def bench(report: Report, name: str, rows: int, *, sweep: bool) -> None:
         measure("table", partial(triton_linear.linear, launch=table))
     for launch in launches(rows) if sweep else ():
         measure(short(launch), partial(triton_linear.linear, launch=launch))
-
-
-def bench_heads(report: Report, name: str, rows: int) -> None:
-    """The absorbed projections of latent attention: a product a head."""
-    heads, K, N, turned = HEAD_SHAPES[name]
-    weights = [draw(heads, N, K, spread=K**-0.5).transpose(1, 2) if turned else draw(heads, K, N) for _ in range(16)]
-    x = draw(rows, heads, K)
-    shape = Shape(f"{name} x {rows}", 2 * heads * N * K / BYTES_PER_US, len(weights), len(weights))
-    want = reference.per_head(x, weights[0])
-    for label, function in (("torch", torch_impl.per_head), ("table", per_head)):
-        report.add(
-            shape,
-            label,
-            lambda i, function=function: function(x, weights[i]),  # type: ignore[misc]
-            lambda function=function: error_of(function(x, weights[0]), want),  # type: ignore[misc]
-        )
 
 
 def short(launch: Launch) -> str:
@@ -138,8 +120,6 @@ def main() -> None:
         for rows in options.rows:
             for name in SHAPES:
                 bench(report, name, rows, sweep=not options.tables)
-            for name in HEAD_SHAPES:
-                bench_heads(report, name, rows)
     report.show()
     seconds = round(time.monotonic() - began, 1)
     made = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "seconds": seconds, "rows": report.rows}

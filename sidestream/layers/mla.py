@@ -15,7 +15,6 @@ from sidestream.layers.indexer import Indexer
 from sidestream.layers.linear import MergedLinear, Projection, RowLinear
 from sidestream.layers.loader import LayerLoader
 from sidestream.layers.rope import Rotation
-from sidestream.ops.linear import per_head
 from sidestream.ops.norm import rms_norm
 from sidestream.ops.rope import apply_rope
 
@@ -74,7 +73,7 @@ class LatentAttention:
         latent = compressed[:, : mla.kv_lora_rank] if mla.qk_rope_head_dim else compressed
         latent = rms_norm(latent, self.kv_norm, mla.lora_norm_eps)
         nope = query[..., : mla.qk_nope_head_dim] if mla.qk_rope_head_dim else query
-        absorbed = per_head(nope, self.w_uk)
+        absorbed = torch.bmm(nope.transpose(0, 1), self.w_uk).transpose(0, 1)
         rope_key = None
         if mla.qk_rope_head_dim:
             rope_query = query[..., mla.qk_nope_head_dim :]
@@ -92,7 +91,7 @@ class LatentAttention:
             rope_key,
             out=(rows, self.num_heads, mla.kv_lora_rank),
         )
-        values = per_head(attended, self.w_uv).reshape(rows, -1)
+        values = torch.bmm(attended.transpose(0, 1), self.w_uv).transpose(0, 1).reshape(rows, -1)
         return self.out(pad_rows(values, x.shape[0]))
 
     def _attend(self, query: torch.Tensor, latent: torch.Tensor, rope_key: torch.Tensor | None) -> torch.Tensor:

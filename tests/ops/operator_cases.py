@@ -474,11 +474,6 @@ def draw_case(seed: int) -> Arguments:
     return {"logits": step.randn(ROWS, 40) * 2, "settings": torch.stack([temperatures, numbers])}
 
 
-def per_head_case(seed: int) -> Arguments:
-    step = Step(seed)
-    return {"x": step.randn(ROWS, HEADS, DIM), "weight": step.randn(HEADS, DIM, 8)}
-
-
 def linear_case(bias: bool) -> Callable[[int], Arguments]:
     def make(seed: int) -> Arguments:
         step = Step(seed)
@@ -543,7 +538,6 @@ def _cases() -> Iterator[Case]:
     yield Case("draw.draw_tokens", "", draw_case)
     for bias in (False, True):
         yield Case("linear.linear", f"bias{bias}", linear_case(bias))
-    yield Case("linear.per_head", "", per_head_case)
     for limit in (None, 0.7):
         yield Case("moe.swiglu", f"limit{limit}", swiglu_case(limit))
 

@@ -8,10 +8,9 @@ from sidestream.ops.linear import torch_impl
 from sidestream.ops.linear.launches import launch_for
 from sidestream.ops.operator import operator
 
-__all__ = ["linear", "per_head"]
+__all__ = ["linear"]
 
 linear = operator("linear.linear", reads=("x", "weight", "bias"))(torch_impl.linear)
-per_head = operator("linear.per_head", reads=("x", "weight"))(torch_impl.per_head)
 
 
 @linear.register("cuda")
@@ -23,13 +22,3 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
         if triton_linear.takes(x, weight, bias):
             return triton_linear.linear(x, weight, bias, launch=launch)
     return torch_impl.linear(x, weight, bias)
-
-
-@per_head.register("cuda")
-def _per_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    if x.is_cuda:
-        from sidestream.ops.linear import triton_heads
-
-        if triton_heads.takes(x, weight):
-            return triton_heads.per_head(x, weight)
-    return torch_impl.per_head(x, weight)

@@ -37,5 +37,9 @@ def launch_for(rows: int, out_features: int, in_features: int) -> Launch | None:
     if in_features % 32 or not 0 < rows <= 16:
         return None
     if rows == 1:
-        return Launch(1, 2, 4096, 8, 1) if in_features % 4096 == 0 else Launch(1, 8, 512, 4, 1)
+        if in_features in (4096, 8192):
+            return Launch(1, 2, 4096, 8, 1)
+        return Launch(1, 8, 512, 4, 3 if in_features > 8192 else 1)
+    if in_features >= 16384 or out_features >= 32768:
+        return None
     return Launch(16, 64, 128, 4, 4, splits=4 if out_features <= 8192 else 1)

@@ -1,4 +1,4 @@
-"""The products of linear layers, in fp32: the truth."""
+"""The product of a linear layer, in fp32: the truth."""
 
 from __future__ import annotations
 
@@ -9,8 +9,3 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     """x [T, K] through weight [N, K], plus bias [N]: [T, N] fp32, nothing rounded."""
     product = x.float() @ weight.float().T
     return product if bias is None else product + bias.float()
-
-
-def per_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, K] through weight [heads, K, N]: [T, heads, N] fp32, nothing rounded."""
-    return torch.einsum("thk,hkn->thn", x.float(), weight.float())

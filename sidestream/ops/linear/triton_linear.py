@@ -76,11 +76,10 @@ def _one_row(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
     at = weight + tl.minimum(column, N - 1).to(tl.int64)[:, None] * K + k[None, :]
-    ahead = tl.load(at)  # weights never change, so the first ones need not wait for the kernel before
     if PDL:
         gdc_wait()
-    total = ahead.to(tl.float32) * tl.load(x + k).to(tl.float32)[None, :]
-    for step in tl.range(DEPTH, K, DEPTH, num_stages=STAGES):
+    total = tl.zeros([COLUMNS, DEPTH], tl.float32)
+    for step in tl.range(0, K, DEPTH, num_stages=STAGES):
         total += tl.load(at + step).to(tl.float32) * tl.load(x + step + k).to(tl.float32)[None, :]
     if PDL:
         gdc_launch_dependents()  # late, so that programs of the next kernel spread over all multiprocessors

@@ -172,7 +172,7 @@ CAPTURES = (
         "result of a break in memory of its own",
         (Edit(BOUNDARY, "across_break", "result.copy_(body(*held))", "nonlocal result; result = body(*held).clone()"),),
         BOTH,
-        Unordered("released memory in a graph", "per_head", "run"),
+        Unordered("released memory in a graph", "__call__", "run"),
     ),
     Fault(
         "a static buffer first made in a capture",
