@@ -5,11 +5,11 @@
 Variants are compiled and compared with fp32 torch in worker processes first, which also fills Triton's cache. Times are
 medians of replays of a graph whose calls rotate over input sets that are larger than the L2 cache together.
 
-Predicted for 64 heads, 2,048 rows, 132 programs at a time, the kernel with roles: a tile of 64 rows takes 1,024 cycles
-of products for scores and as many for values, and shared memory 2,200 cycles to feed them and take rows in: 1.3 us, or
-what memory gives (64 KB of bf16 rows a multiprocessor: 2.1 us with 128 of them). Unpacking a tile of E4M3 rows takes
-four warps 1,200 cycles beside that. Start to end without tiles 8 us, a merge 4 us. So 78 / 60 us (bf16 / mxfp8) at
-batch 128, 46 / 36 at 64, 29 / 25 at 32, 17 / 16 at 8, 11 at 1; 2,048 prefill tokens 0.85 ms, 650 TFLOP/s.
+Predicted for 64 heads, 2,048 rows, 132 programs at a time, the kernel with roles: dense MLA, the same kernel, takes
+2.4 us for a tile of 72 KB from memory or from the L2 cache, so 2.1 us with 64 KB of bf16 rows and 2.0 with quantised
+ones, which shared memory bounds (2,200 cycles a tile to feed products and take rows in, unpacking beside it). Start to
+end without tiles 10 us, a merge 5 to 6 us. So 78 / 75 us (bf16 / mxfp8) at batch 128, 50 / 46 at 64, 33 / 31 at 32;
+2,048 prefill tokens 1.05 ms, 520 TFLOP/s. The pipelined kernel below 16 blocks of heads: 18 / 19 us at 8, 10 / 13 at 1.
 """
 
 from __future__ import annotations
