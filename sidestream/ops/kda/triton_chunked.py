@@ -44,7 +44,7 @@ class Launch:
     piece: int = 32
     columns: int = 64
     scan_warps: int = 8
-    stages: int = 2
+    stages: int = 3
 
 
 @lru_cache(maxsize=8)
@@ -154,7 +154,7 @@ def chunked(
             V=V,
             C=CHUNK,
             COLUMNS=columns,
-            STAGES=launch.stages,
+            STAGES=launch.stages if q.element_size() == 2 else 2,  # shared memory holds no more of fp32
             NARROW=narrow,
             num_warps=launch.scan_warps,
         )
