@@ -50,22 +50,22 @@ def on_device(folder: Path, mode: str, order: Order, *, recorded: bool = False, 
         )
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_tokens_are_those_of_a_cpu_and_nothing_is_out_of_order(folder: Path, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "order"),
+    [("none", Order.LAZY), ("piecewise", Order.RANDOM), ("full_and_piecewise", Order.LAZY)],
+)
+def test_tokens_are_those_of_a_cpu_and_nothing_is_out_of_order(folder: Path, mode: str, order: Order) -> None:
     expected = serve(Serving(folder, recorded=False, enable_prefix_caching=False, **SETTINGS))
-    for order in (Order.LAZY, Order.RANDOM):
-        serving = on_device(folder, mode, order)
-        assert serve(serving) == expected
-        backend: Any = serving.built.runner.streams.backend
-        backend.check()
-        cached = {name: served.cached_tokens for name, served in serving.served.items()}
-        hybrid = serving.built.config.needs_snapshots
-        assert cached["two"] == (0 if hybrid else 32), (
-            "the state behind the stem is kept when it shows that prompts part"
-        )
-        assert cached["three"] == 32
-        assert cached["turn"] == 48
-        assert cached["again"] == 48
+    serving = on_device(folder, mode, order)
+    assert serve(serving) == expected
+    backend: Any = serving.built.runner.streams.backend
+    backend.check()
+    cached = {name: served.cached_tokens for name, served in serving.served.items()}
+    hybrid = serving.built.config.needs_snapshots
+    assert cached["two"] == (0 if hybrid else 32), "only now it shows that prompts part behind the stem"
+    assert cached["three"] == 32
+    assert cached["turn"] == 48
+    assert cached["again"] == 48
 
 
 def test_modes_have_the_same_bits(folder: Path) -> None:
