@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-START_SECONDS = 90.0
-STOP_SECONDS = 60.0
+START_SECONDS = 300.0
+STOP_SECONDS = 180.0
 
 
 class LiveServer:
@@ -89,7 +89,7 @@ class LiveServer:
     def _call(self, request: urllib.request.Request) -> tuple[int, Any]:
         """Status and body, as JSON if it is that."""
         try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
+            with urllib.request.urlopen(request, timeout=300) as answer:
                 status, body = answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:
@@ -112,7 +112,7 @@ class LiveServer:
             if sample.name == name and labels.items() <= sample.labels.items()
         )
 
-    def await_idle(self, *, seconds: float = 10.0) -> None:
+    def await_idle(self, *, seconds: float = 60.0) -> None:
         """Nothing runs or waits, and every block and slot is free again."""
         deadline = time.monotonic() + seconds
         while True:

@@ -122,7 +122,7 @@ def test_each_is_refused_while_a_long_stream_runs_unchanged(server: LiveServer, 
 
     reader = threading.Thread(target=read)
     reader.start()
-    assert started.wait(30)
+    assert started.wait(120)
     for changes, says in BAD_COMPLETIONS:
         body = {"prompt": "fine", "max_tokens": 5} | changes if changes else {"max_tokens": 5}
         text = json.dumps(body).replace('"VOCAB"', str(vocab))

@@ -43,7 +43,7 @@ def test_kept_streams_equal_their_solo_answers(server: LiveServer, llm: LLM) -> 
 
     async def run() -> list[str | None]:
         limits = httpx.Limits(max_connections=STREAMS)
-        async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
             jobs = [stream(client, *job) for job in zip(prompts, lengths, cuts, strict=True)]
             return await asyncio.gather(*jobs)
 

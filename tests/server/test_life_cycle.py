@@ -24,7 +24,7 @@ def gone(pid: int) -> bool:
 
 
 def await_gone(pid: int) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 90
     while not gone(pid):
         assert time.monotonic() < deadline, f"process {pid} is still there"
         time.sleep(0.05)
@@ -32,7 +32,7 @@ def await_gone(pid: int) -> None:
 
 def stream_into(server: LiveServer, lines: list[str], started: threading.Event, tokens: int) -> None:
     body = {"prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True, "stream": True, "temperature": 0}
-    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as answer:
+    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=300) as answer:
         for line in answer.iter_lines():
             if line:
                 lines.append(line)
@@ -54,7 +54,7 @@ def test_ready_only_after_a_request_of_its_own_and_drained_at_the_end() -> None:
         started = threading.Event()
         reader = threading.Thread(target=stream_into, args=(server, lines, started, 300))
         reader.start()
-        assert started.wait(30)
+        assert started.wait(120)
         server.send_signal(signal.SIGTERM)
         reader.join()
         assert lines[-1] == "data: [DONE]", "the stream went on to its end"
@@ -77,7 +77,7 @@ def test_a_limited_drain_ends_what_is_left() -> None:
 
         reader = threading.Thread(target=read)
         reader.start()
-        assert started.wait(30)
+        assert started.wait(120)
         server.send_signal(signal.SIGTERM)
         assert server.exit_code() == 0
         reader.join()
@@ -95,7 +95,7 @@ def test_a_killed_engine_is_503_and_a_failed_exit() -> None:
         body = {"prompt": PROMPT, "max_tokens": 30000, "ignore_eos": True}
         waiter = threading.Thread(target=lambda: whole.append(server.post("/v1/completions", body)))
         waiter.start()
-        assert started.wait(30)
+        assert started.wait(120)
         while server.metric("vllm:num_requests_running") < 2:
             time.sleep(0.02)
         os.kill(server.engine_pid, signal.SIGKILL)
@@ -119,7 +119,7 @@ def test_an_engine_without_its_server_ends() -> None:
 
 def test_a_start_can_be_ended() -> None:
     with live_server() as server:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while server.get("/ready")[1]["error"]["message"] == "the engine is starting":
             assert time.monotonic() < deadline
             time.sleep(0.05)

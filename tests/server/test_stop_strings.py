@@ -24,7 +24,7 @@ def whole(server: LiveServer, **fields: Any) -> tuple[str, str, Any]:
 def streamed(server: LiveServer, **fields: Any) -> tuple[list[str], str, Any]:
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 30, "stream": True, **fields}
     pieces, last = [], {}
-    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as answer:
+    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=300) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in answer.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
