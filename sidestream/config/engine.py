@@ -16,7 +16,8 @@ class EngineConfig:
     Args:
         device: "auto" (CUDA where there is one), "cpu", "cuda", or "sim": the simulated device, which runs the steps of
             a GPU on a CPU, graphs included, many times slower, and checks the order of everything.
-        dtype: of weights and activations: "auto" (float32 on a CPU, else the checkpoint's), "float32", "bfloat16".
+        dtype: of weights and activations: "auto" (float32 on a CPU, else the checkpoint's, or bfloat16 where it
+            names none), "float32", "bfloat16".
         load_format: "auto" reads the checkpoint; "dummy" draws seeded weights for its config.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens a step, decodes and prefill chunks together.

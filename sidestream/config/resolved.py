@@ -99,7 +99,8 @@ def resolve(user: EngineConfig, model: ModelConfig, *, cuda_available: bool, dev
         raise ConfigError("device is 'cuda', but torch sees no CUDA device here; use device='cpu'")
     dtype = user.dtype
     if dtype == "auto":
-        dtype = "float32" if device != "cuda" or model.dtype not in DTYPES else str(model.dtype)
+        wanted = model.dtype if model.dtype in DTYPES else "bfloat16"  # what such models are served in
+        dtype = str(wanted) if device == "cuda" else "float32"
     _one_of("dtype", dtype, DTYPES, auto=True)
     _one_of("load_format", user.load_format, LOAD_FORMATS)
     _one_of("kv_cache_dtype", user.kv_cache_dtype, KV_CACHE_DTYPES)

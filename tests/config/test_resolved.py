@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,6 +66,14 @@ def test_defaults_follow_machine_and_model() -> None:
     assert config.shrink_max_model_len
     assert config.memory_budget == 6 * GIB
     assert resolve(EngineConfig(), DSA, cuda_available=False, device_memory=GIB).uses_slots is False
+    for named, chosen in (
+        (None, "bfloat16"),
+        ("bfloat16", "bfloat16"),
+        ("float32", "float32"),
+        ("float16", "bfloat16"),
+    ):
+        model = replace(NEXT, dtype=named)
+        assert resolve(EngineConfig(), model, cuda_available=True, device_memory=GIB).dtype == chosen
 
 
 @pytest.mark.parametrize(
