@@ -129,7 +129,10 @@ def test_garbage_in_one_row_stays_there_across_both() -> None:
 
 
 def test_what_both_at_once_take() -> None:
-    for hidden, rows, taken in ((4096, 1, True), (4096, 64, False), (64, 1, False)):
+    shares = triton_post_pre.launch_for(4096).shares
+    assert shares == 64
+    # too many rows; columns that shares do not divide; a share that is no power of two
+    for hidden, rows, taken in ((4096, 1, True), (4096, 64, False), (96, 1, False), (3 * shares, 1, False)):
         made = inputs(rows, hidden, torch.bfloat16)
         given = (made["fn"], made["base"], made["norm_weight"])
         assert triton_post_pre.takes(made["streams"], made["streams"][:, 0], *given) == taken
