@@ -96,11 +96,19 @@ class AsyncEngine:
         architecture: the checkpoint's ``model_type``.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, link: _Link, folder: Path, ready: Ready, seed: int) -> None:
-        model = ModelConfig.from_hf(folder)
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        link: _Link,
+        ready: Ready,
+        *,
+        model: ModelConfig,
+        tokenizer: Any | None,
+        seed: int,
+    ) -> None:
         self.ready = ready
         self.state = ready.state
-        self.tokenizer: Any | None = load_tokenizer(folder)
+        self.tokenizer = tokenizer
         self.architecture: str = model.architecture
         self._process = process
         self._link = link
@@ -124,14 +132,18 @@ class AsyncEngine:
         """
         link = _Link()
         process = None
+        loading = asyncio.create_task(asyncio.to_thread(lambda: (ModelConfig.from_hf(folder), load_tokenizer(folder))))
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "sidestream.engine.engine_process", link.address, stdin=asyncio.subprocess.DEVNULL
             )
             link.send(encode(Start(str(folder), config)))
             ready = await _ready(process, link, on_phase)
-            return cls(process, link, folder, ready, config.seed)
+            model, tokenizer = await loading
+            return cls(process, link, ready, model=model, tokenizer=tokenizer, seed=config.seed)
         except BaseException:
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
             if process is not None:
                 await _end(process)
             link.close()
