@@ -9,7 +9,7 @@ after layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
@@ -122,6 +122,7 @@ class HiSparseRuntime:
         self.max_blocks = max_blocks
         self.layers = tuple(layers)
         self.spilled_bytes = self.staged_bytes = 0
+        self._stats = HiSparseStats(0, 0, 0, 0, 0, 0, 0)
         self.spare_host_row = rows.sizes.host_blocks * placement.block_size
         self._streams = streams
         self._side = None if streams.backend.device.type == "cpu" else streams.new_stream("spills")
@@ -198,7 +199,20 @@ class HiSparseRuntime:
         self.staged_table = None
 
     def counters(self) -> dict[str, int]:
-        """What the host knows of ``stats`` without waiting, by its names there."""
+        """``stats`` by name, without waiting for the device: rows as of the last call of ``stats``."""
+        return asdict(replace(self._stats, **self._host_counters()))
+
+    def stats(self) -> HiSparseStats:
+        """What happened so far; waits for the device."""
+        pairs = [group.totals() for group in self._groups]
+        self._stats = HiSparseStats(
+            selected_rows=sum(selected for selected, _ in pairs),
+            missed_rows=sum(missed for _, missed in pairs),
+            **self._host_counters(),
+        )
+        return self._stats
+
+    def _host_counters(self) -> dict[str, int]:
         return {
             "spilled_blocks": self.placement.num_spilled,
             "spilled_bytes": self.spilled_bytes,
@@ -206,15 +220,6 @@ class HiSparseRuntime:
             "free_device_blocks": self.placement.num_free_device,
             "free_host_blocks": self.placement.num_free_host,
         }
-
-    def stats(self) -> HiSparseStats:
-        """What happened so far; waits for the device."""
-        pairs = [group.totals() for group in self._groups]
-        return HiSparseStats(
-            selected_rows=sum(selected for selected, _ in pairs),
-            missed_rows=sum(missed for _, missed in pairs),
-            **self.counters(),
-        )
 
     def reset(self) -> None:
         """After a step that failed: forget what lies where; sequences are computed anew."""

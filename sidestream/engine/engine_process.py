@@ -49,6 +49,8 @@ COMPILING_POLL_MS = 5
 """How often it looks whether a form has been compiled."""
 STATE_SECONDS = 0.1
 """How often a busy process reports its state."""
+HIT_SECONDS = 5.0
+"""How often, at most, it waits for the device to hear which rows were in hot slots."""
 CLOSE_MS = 2000
 """How long the last message may take to leave."""
 
@@ -64,6 +66,7 @@ class EngineProcess:
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._compiling: dict[str, tuple[Request, Future[None]]] = {}
         self._reported = 0.0
+        self._hits_read = 0.0
 
     def run(self) -> None:
         """Serve until ``Shutdown`` or until the parent is gone."""
@@ -134,6 +137,11 @@ class EngineProcess:
         """Counters and what is held."""
         scheduler, runner = self._core.scheduler, self._built.runner
         graphs, hisparse = runner.graphs, runner.hisparse
+        now = time.monotonic()
+        if hisparse is not None and now - self._hits_read >= HIT_SECONDS:
+            self._hits_read = now
+            with runner.on_device():
+                hisparse.stats()
         return EngineState(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,

@@ -15,6 +15,8 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75,
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 LABEL = "model_name"
 HISPARSE = {
+    "selected_rows": "Rows of host blocks that decodes selected.",
+    "missed_rows": "Those of them that lay in no hot slot and were copied.",
     "spilled_blocks": "KV blocks copied to the host pool.",
     "spilled_bytes": "Bytes of those.",
     "staged_bytes": "Bytes copied back for prefills.",

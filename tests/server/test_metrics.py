@@ -38,7 +38,7 @@ def test_the_page_parses_and_every_sample_names_the_model(server: LiveServer) ->
 def test_a_host_pool_is_reported_where_there_is_one(server: LiveServer) -> None:
     assert "hisparse" not in server.get("/metrics")[1]
     ready = SimpleNamespace(num_blocks=9, ledger={"parts": {}})
-    state = EngineState(hisparse={"spilled_blocks": 3, "spilled_bytes": 4096, "staged_bytes": 0, "free_host_blocks": 5})
+    state = EngineState(hisparse={"spilled_blocks": 3, "spilled_bytes": 4096, "missed_rows": 7, "free_host_blocks": 5})
     metrics = Metrics("m")
     metrics.follow(lambda: (ready, state))  # type: ignore[arg-type, return-value]
     families = {f.name: f for f in text_string_to_metric_families(metrics.text().decode())}
