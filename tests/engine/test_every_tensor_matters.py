@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import sidestream.engine.build as build
+import sidestream.engine.load as load
 from sidestream.weights import LoadReport, Shard, WeightSource
 from tests.engine.harness import Harness, one_shot, oracle_logprobs, random_sequences
 from tests.tiny_models import VARIANTS, build_oracle, save_checkpoint
@@ -48,8 +48,8 @@ def test_dropping_any_tensor_breaks_parity(variant: str, tmp_path: Path, monkeyp
     expected = [oracle_logprobs(oracle, sequence) for sequence in sequences]
     views: dict[str, torch.Tensor] = {}
     dropped: set[str] = set()
-    real = build.open_weights
-    monkeypatch.setattr(build, "open_weights", lambda *a, **k: RecordingSource(real(*a, **k), views, dropped))
+    real = load.open_weights
+    monkeypatch.setattr(load, "open_weights", lambda *a, **k: RecordingSource(real(*a, **k), views, dropped))
     harness = Harness(folder)
 
     def error(harness: Harness) -> float:
