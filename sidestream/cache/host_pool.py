@@ -41,11 +41,11 @@ class HostPool:
         self._layers: dict[int, torch.Tensor] = {}
         num_blocks += 1
         rows = num_blocks * group.rows_per_block
+        self._refuse_too_large()
         if device.type != "cuda":
             for layer in group.layers:
                 self._layers[layer] = torch.empty((rows, group.row_elems), dtype=group.dtype, device=device)
             return
-        self._refuse_too_large()
         try:
             self._fd = os.memfd_create("sidestream host pool")
             os.ftruncate(self._fd, max(self.nbytes, ALIGN))

@@ -102,7 +102,9 @@ class PrefixCache:
             salt: sequences of different salts share nothing.
         """
         size = self.blocks.block_size
-        sequence = CachedSequence(BlockHashes(chain_root(self._salt, salt.encode()), size, token_ids))
+        sequence = CachedSequence(
+            BlockHashes(chain_root(self._salt, salt.encode(errors="surrogatepass")), size, token_ids)
+        )
         known = self.tree.extend(sequence.path, sequence.hashes.hashes)
         parting = min(known, (num_prompt - 1) // size)
         if parting and self.snapshots is not None:

@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from sidestream.errors import ConfigError
+
 if TYPE_CHECKING:
     from sidestream.engine.capacity import Capacity, CapacitySettings
 
@@ -42,13 +44,12 @@ def capacity(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
     from sidestream.config.model import ModelConfig
-    from sidestream.config.resolved import parse_memory
     from sidestream.engine.capacity import CapacitySettings
     from sidestream.engine.capacity import capacity as count
 
     settings = CapacitySettings(
-        device_memory=parse_memory(device_memory, ANY, name="device_memory"),
-        host_memory=parse_memory(host_memory, ANY, name="host_memory"),
+        device_memory=_bytes("device_memory", device_memory),
+        host_memory=_bytes("host_memory", host_memory),
         context=context,
         devices=devices,
         dtype=dtype,
@@ -67,6 +68,15 @@ def capacity(
 
 
 capacity.__doc__ = HELP
+
+
+def _bytes(name: str, text: str) -> int:
+    """Of '141GB' or an integer; a share would be of nothing."""
+    from sidestream.config.resolved import parse_memory
+
+    if "%" in text or not (text.strip().isdigit() or text.strip()[-1:].isalpha()):
+        raise ConfigError(f"{name} is {text!r}; give bytes, such as '141GB'")
+    return parse_memory(text, ANY, name=name)
 
 
 def facts(found: Capacity) -> list[str]:

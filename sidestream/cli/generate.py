@@ -96,6 +96,7 @@ def generate(
         str | None, typer.Option(help="'64GiB' or '40%' of the machine: KV rows go there when the device is short.")
     ] = None,
     hisparse_hot_factor: Annotated[int, typer.Option(help="Hot slots a sequence, times index_topk.")] = 2,
+    hisparse_watermark: Annotated[float, typer.Option(help="Share of KV blocks kept free ahead of need.")] = 0.125,
 ) -> None:
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -109,7 +110,7 @@ def generate(
         ignore_eos=ignore_eos,
     )
     entries = _entries(prompt, input_file, demo=demo, chat=chat)
-    prompts = [{key: entry[key] for key in PROMPT_KEYS if key in entry} for entry in entries]
+    prompts = [{key: entry[key] for key in (*PROMPT_KEYS, "cache_salt") if key in entry} for entry in entries]
     all_params = [_with_overrides(params, entry, index) for index, entry in enumerate(entries)]
 
     from sidestream.engine.llm import LLM
@@ -138,6 +139,7 @@ def generate(
         prefix_snapshot_interval=prefix_snapshot_interval,
         hisparse_host_memory=hisparse_host_memory,
         hisparse_hot_factor=hisparse_hot_factor,
+        hisparse_watermark=hisparse_watermark,
     )
     if demo:
         _demo(llm, entries, prompts, all_params)

@@ -69,6 +69,7 @@ def serve(
         str | None, typer.Option(help="'64GiB' or '40%' of the machine: KV rows go there when the device is short.")
     ] = None,
     hisparse_hot_factor: Annotated[int, typer.Option(help="Hot slots a sequence, times index_topk.")] = 2,
+    hisparse_watermark: Annotated[float, typer.Option(help="Share of KV blocks kept free ahead of need.")] = 0.125,
     seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
 ) -> None:
     if missing := [name for name in NEEDED if find_spec(name) is None]:
@@ -97,6 +98,7 @@ def serve(
         enable_prefix_caching=enable_prefix_caching,
         hisparse_host_memory=hisparse_host_memory,
         hisparse_hot_factor=hisparse_hot_factor,
+        hisparse_watermark=hisparse_watermark,
         seed=seed,
     )
     settings = ServerSettings(

@@ -12,8 +12,8 @@ import torch
 
 from sidestream.cache.groups import plan_cache_groups
 from sidestream.config.engine import EngineConfig
-from sidestream.config.model import AttentionKind, ModelConfig
-from sidestream.config.resolved import resolve
+from sidestream.config.model import AttentionKind, IndexerKind, ModelConfig
+from sidestream.config.resolved import DTYPES, resolve
 from sidestream.engine.load import weight_bytes
 from sidestream.errors import ConfigError
 from sidestream.ops.kv_rows import kv_row_layout
@@ -94,6 +94,8 @@ def capacity(model: ModelConfig, settings: CapacitySettings) -> Capacity:
             f"context {settings.context} is not between 1 and the model's max_position_embeddings "
             f"{model.max_position_embeddings}"
         )
+    if settings.dtype not in DTYPES:
+        raise ConfigError(f"dtype is {settings.dtype!r}, allowed are {', '.join(map(repr, DTYPES))}")
     for name in ("device_memory", "devices", "hot_factor"):
         if getattr(settings, name) < 1:
             raise ConfigError(f"{name} is {getattr(settings, name)}, at least 1 is needed")
@@ -124,13 +126,18 @@ def capacity(model: ModelConfig, settings: CapacitySettings) -> Capacity:
     keys = groups.bytes_per_block / settings.block_size - kv
     sparse = not model.layers_of(AttentionKind.DENSE_MLA) and model.indexer is not None
     topk = min(model.indexer.topk, settings.context) if model.indexer is not None else 0
-    hot = min(settings.hot_factor * topk, settings.context) * kv if sparse else 0
+    slots = min(settings.hot_factor * topk, settings.context)
+    hot = slots * kv if sparse else 0
     free = settings.device_memory - WORKING_BYTES - weights
     state = groups.bytes_per_slot
     resident = _fit(free, settings.context, a_sequence=state, a_token=kv + keys)
     hosted = None
     if sparse:
-        on_device = _fit(free, settings.context, a_sequence=int(state + hot), a_token=keys)
+        # A prefill may stage all host blocks of its sequence, a layer at a time; each group knows where every row is.
+        staged = settings.context * kv / len(groups.kv.layers)
+        leaders = sum(layer.indexer is IndexerKind.FULL for layer in model.layers)
+        tables = leaders * (4 * settings.context + 32 * slots)
+        on_device = _fit(free, settings.context, a_sequence=int(state + hot + staged + tables), a_token=keys)
         in_host = _fit(settings.host_memory, settings.context, a_sequence=0, a_token=kv, limit="host memory")
         hosted = min(on_device, in_host, key=lambda fit: fit.requests)
     return Capacity(
@@ -147,7 +154,7 @@ def capacity(model: ModelConfig, settings: CapacitySettings) -> Capacity:
 
 def _fit(free: float, context: int, *, a_sequence: int, a_token: float, limit: str = "device memory") -> Fit:
     if free <= 0:
-        return Fit(0, 0, "weights: more devices are needed")
+        return Fit(0, 0, "weights, and 6 GiB to work with")
     each = a_sequence + context * a_token
     requests = max(int(free // each), 0)
     return Fit(requests, requests * context, limit)

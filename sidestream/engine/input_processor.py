@@ -57,9 +57,11 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling parameters must be SamplingParams, got {type(params).__name__}")
         text, token_ids = self._tokenize(prompt)
-        salt = prompt.get("cache_salt") or "" if isinstance(prompt, Mapping) else ""
-        if not isinstance(salt, str):
-            raise RequestError(f"cache_salt must be text, got {salt!r}")
+        salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        if salt is None:
+            salt = ""
+        if not isinstance(salt, str) or not salt.isprintable():
+            raise RequestError(f"cache_salt must be printable text, got {salt!r}")
         self._check_tokens("prompt", token_ids)
         self._check_tokens("logit_bias", params.logit_bias)
         self._check_tokens("stop_token_ids", params.stop_token_ids)

@@ -128,6 +128,9 @@ class Service:
                         if delta.finish_reason is not None:
                             del clocks[place]
                     yield deltas
+        except RequestError:  # refused by the engine, so never begun
+            clocks.clear()
+            raise
         finally:
             for clock in clocks.values():
                 clock.dropped()

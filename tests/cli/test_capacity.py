@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from sidestream.cache.groups import plan_cache_groups
 from sidestream.cli.main import app
+from sidestream.config.engine import EngineConfig
 from sidestream.config.model import ModelConfig
+from sidestream.config.resolved import resolve
 from sidestream.engine.capacity import GIB, CapacitySettings, capacity
+from sidestream.engine.hosting import hosted_sizes
 from sidestream.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
@@ -28,7 +34,8 @@ def test_deepseek_v32_by_hand() -> None:
     free = 141 * 10**9 - 6 * GIB - found.weights
     assert found.resident.requests == free // (65536 * 61 * (576 + 128) * 2)
     assert found.hosted is not None
-    on_device = free // (65536 * 61 * 128 * 2 + found.hot_per_sequence)
+    staged, tables = 65536 * 576 * 2, 61 * (4 * 65536 + 32 * 2 * 2048)
+    on_device = free // (65536 * 61 * 128 * 2 + found.hot_per_sequence + staged + tables)
     assert found.hosted.requests == min(on_device, 40 * GIB // (65536 * 61 * 576 * 2))
     assert found.hosted.tokens == 65536 * found.hosted.requests
     assert found.hosted.limit == "host memory"
@@ -53,7 +60,7 @@ def test_rows_of_fewer_bytes_let_more_fit() -> None:
 
 def test_weights_that_do_not_fit_are_named() -> None:
     found = capacity(ModelConfig.from_hf(CONFIGS / "deepseek-v3.2.json"), CapacitySettings())
-    assert (found.resident.requests, found.resident.limit) == (0, "weights: more devices are needed")
+    assert (found.resident.requests, found.resident.limit) == (0, "weights, and 6 GiB to work with")
 
 
 def test_a_model_without_cold_rows() -> None:
@@ -86,3 +93,47 @@ def test_the_command_prints_a_table_or_json() -> None:
     assert "with a host pool" in shown.output
     found = json.loads(runner.invoke(app, [*asked, "--json"]).output)
     assert f"{found['resident']['requests']:,}" in shown.output
+
+
+def test_what_it_promises_an_engine_of_that_size_takes() -> None:
+    """Every part that the engine sizes for so many requests, against the same device."""
+    model = ModelConfig.from_hf(CONFIGS / "glm5-next-slice-a.json")
+    for context in (32768, 131072):
+        settings = CapacitySettings(context=context, host_memory=400 * GIB)
+        found = capacity(model, settings)
+        assert found.hosted is not None
+        requests = found.hosted.requests
+        assert requests > found.resident.requests
+        user = EngineConfig(
+            device="cpu",
+            dtype="bfloat16",
+            load_format="dummy",
+            max_num_seqs=requests,
+            max_num_batched_tokens=requests,
+            max_model_len=context,
+            hisparse_host_memory=1,
+        )
+        config = resolve(user, model, cuda_available=False, device_memory=settings.device_memory)
+        row = model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
+        groups = plan_cache_groups(
+            model, block_size=64, row_elems=row, row_dtype=torch.bfloat16, model_dtype=torch.bfloat16
+        )
+        host = requests * context // 64 * groups.kv.bytes_per_block
+        sizes = hosted_sizes(replace(config, host_memory=host), groups)
+        assert sizes is not None
+        needed = sum(sizes.bytes_by_kind(groups).values()) + (requests + 1) * groups.bytes_per_slot
+        assert needed + found.weights < settings.device_memory - 4 * GIB  # places of one step and the rest are in those
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--device-memory", "60%", "device_memory is '60%'; give bytes"),
+        ("--host-memory", "0.5", "host_memory is '0.5'; give bytes"),
+        ("--dtype", "auto", "dtype is 'auto', allowed are"),
+    ],
+)
+def test_wrong_options_name_themselves(option: str, value: str, message: str) -> None:
+    config = str(CONFIGS / "glm5-next-slice-a.json")
+    error = CliRunner().invoke(app, ["capacity", config, option, value]).exception
+    assert message in str(error)

@@ -71,6 +71,14 @@ def test_refusals_are_counted_by_status(server: LiveServer) -> None:
     assert server.metric("sidestream:requests_refused_total", status="400") == before + 1
 
 
+def test_what_the_engine_refuses_is_no_completion(server: LiveServer) -> None:
+    server.await_idle()
+    before = counts(server)
+    status, _ = server.post("/v1/completions", {"prompt": PROMPT, "structured_outputs": {"regex": "[0-9{3"}})
+    assert status == 400
+    assert counts(server) == before
+
+
 def test_the_ledger_adds_up(server: LiveServer) -> None:
     _, ledger = server.get("/ledger")
     parts = ledger["bytes"]["parts"]

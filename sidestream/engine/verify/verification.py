@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from sidestream.config.model import IndexerKind, ModelConfig
+from sidestream.config.model import AttentionKind, IndexerKind, ModelConfig
 from sidestream.engine.build import BuiltEngine, build_engine, in_graph_mode, open_backend
 from sidestream.engine.verify.compare import Generated, compare
 from sidestream.engine.verify.engines import CellRun, Progress, Variant, Workload, observed, variants_of
@@ -25,7 +25,7 @@ from sidestream.engine.verify.report import (
     Schedule,
 )
 from sidestream.engine.verify.settings import VerifySettings
-from sidestream.errors import CheckpointError
+from sidestream.errors import CheckpointError, ConfigError
 from sidestream.streams import StreamBackend
 
 DEVICES = {
@@ -58,6 +58,11 @@ class Verification:
         self._progress = progress
         self._model = model = ModelConfig.from_hf(folder)
         self._device = settings.chosen_device
+        dense = model.layers_of(AttentionKind.DENSE_MLA)
+        if settings.hisparse and (dense or model.indexer is None):
+            raise ConfigError(
+                f"hisparse: layers {dense} of this model read their whole context, so no row is ever cold"
+            )
         prompts = make_prompts(folder, model, count=settings.prompts, tokens=settings.tokens, seed=settings.seed)
         self._workload = Workload(prompts, settings.tokens, settings.chunk(max(map(len, prompts))))
         self._base = self._build(self._device)

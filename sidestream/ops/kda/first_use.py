@@ -13,6 +13,7 @@ import torch
 from triton.errors import TritonError
 
 from sidestream.core.ring import plan_ring
+from sidestream.streams.backend import allocates_for_graph
 
 _VERDICTS: dict[torch.device, bool] = {}
 TOLERANCE = 2**-7
@@ -30,7 +31,7 @@ def agree(device: torch.device, ordered: Callable[..., torch.Tensor], plain: Cal
     """
     if device in _VERDICTS:
         return _VERDICTS[device]
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if allocates_for_graph(device):
         return False
     try:
         difference = _differ(_sample(device), ordered, plain)

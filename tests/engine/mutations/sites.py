@@ -72,12 +72,13 @@ NOT_STEPS = (
     "engine/bench/",
     "engine/device_memory.py",
     "engine/doctor/",
+    "engine/engine_process.py",
     "engine/memory_probe.py",
     "engine/verify/",
 )
 """The devices, which do what they are told; the doctor, whose small programs ask what a device does; ``verify``, which
-runs whole engines one after the other; the memory probe and the benchmarks, which run whole steps one after the other
-and read clocks and counters between them."""
+runs whole engines one after the other; the memory probe, the benchmarks and the server's engine process, which run
+whole steps one after the other and read clocks and counters between them."""
 
 BOOKKEEPING = ("cache/prefix_cache.py",)
 """Of the host alone: ``publish`` says there which blocks a later sequence may find. A test holds it to plain Python."""

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from sidestream import LLM, SamplingParams
 from sidestream.core.outputs import CacheReason
+from sidestream.errors import RequestError
 from tests.engine.harness import random_sequences
 from tests.engine.prefix.serving import BLOCK, VOCAB, Serving
 from tests.engine.prefix.test_prompts import HYBRID, Model
@@ -188,3 +190,13 @@ def test_without_a_cache_nothing_is_taken_over(model: Model) -> None:
         served = serving.serve(name, STEM)
         assert (served.cached_tokens, served.reason) == (0, CacheReason.DISABLED)
     assert serving.core.scheduler.prefix_stats.requests == 0
+
+
+@pytest.mark.parametrize("salt", [0, False, [], {}, 1, "\ud800", "a\nb"])
+def test_a_salt_that_is_no_text_is_refused_and_leaves_nothing(salt: object) -> None:
+    """What counts as no salt would share with everybody."""
+    llm = LLM(max_num_seqs=2, num_blocks=12, max_model_len=256)
+    with pytest.raises(RequestError, match="cache_salt must be printable text"):
+        llm.generate({"prompt_token_ids": [5, 6, 7], "cache_salt": salt}, SamplingParams(max_tokens=1))
+    (answer,) = llm.generate({"prompt_token_ids": [5, 6, 7], "cache_salt": None}, SamplingParams(max_tokens=1))
+    assert len(answer.outputs[0].token_ids) == 1
