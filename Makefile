@@ -22,8 +22,8 @@ $(STAMP): $(wildcard requirements/*.txt) pyproject.toml
 generate: $(STAMP) ## answer the bundled prompts with the bundled checkpoint
 	@$(BIN)/sidestream generate --demo
 
-test: $(STAMP) ## run every test that needs no GPU
-	$(BIN)/python -m pytest
+test: $(STAMP) ## run every test that needs no GPU, a process a core
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 gpu-test: ## run the tests that need a Hopper GPU, with PYTHON as it is
 	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu tests/ops/test_capture_on_cuda.py -m gpu -p no:benchmark
