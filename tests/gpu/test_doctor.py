@@ -15,7 +15,7 @@ from sidestream.engine.doctor.report import DeviceChoice, Finding, Report, Statu
 from sidestream.engine.doctor.target import choose_target
 from sidestream.streams.cuda import CudaBackend
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from tests.ops.operator_case import (
 )
 from tests.ops.operator_cases import CASES
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 
 def settled(case: Case, arguments: Arguments, returned: tuple[torch.Tensor, ...]) -> Results:

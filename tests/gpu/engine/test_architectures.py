@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from sidestream.config.engine import EngineConfig
 from sidestream.engine.build import build_engine, in_graph_mode
@@ -13,7 +12,7 @@ from tests.gpu.engine.machine import prompts, run
 from tests.tiny_models import ARCHITECTURES, build_oracle, save_checkpoint
 from tests.tolerances import PARITY_LOGPROB
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 SETTINGS = {
     "max_num_seqs": 4,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from sidestream.engine.build import in_graph_mode
 from tests.gpu.engine.machine import bundled, prompts, run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 PLACES, HOST_BYTES = 24, 1 << 27
 SHORT_OF_ROOM = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "num_blocks": PLACES, "max_model_len": 1536}

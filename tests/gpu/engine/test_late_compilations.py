@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from sidestream.config.engine import EngineConfig
 from sidestream.engine import build
@@ -12,7 +11,7 @@ from sidestream.engine.compile_steps import compile_steps
 from sidestream.engine.llm import bundled_model
 from tests.gpu.engine.mixed_load import serve
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("mode", ["full_and_piecewise", "none"])

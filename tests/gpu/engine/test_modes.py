@@ -15,7 +15,7 @@ from sidestream.graphs.breakable import BreakableCUDAGraphCapture
 from sidestream.streams import WaitKind
 from tests.gpu.engine.machine import SLICE_A, Tokens, bundled, bundled_prompts, dummy_folder, prompts, run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 GRAPH_MODES = ("piecewise", "full", "full_and_piecewise")
 MARGIN = 0.02

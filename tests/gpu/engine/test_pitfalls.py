@@ -10,7 +10,7 @@ from sidestream.engine.build import BuiltEngine, in_graph_mode
 from tests.gpu.engine.machine import bundled, prompts, run
 from tests.gpu.streams.machine import spin
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 BLOCK = 64
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from sidestream.core.request import Request
 from sidestream.core.sampling_params import SamplingParams
@@ -13,7 +12,7 @@ from sidestream.engine.build import BuiltEngine, in_graph_mode
 from sidestream.engine.core import EngineCore
 from tests.gpu.engine.machine import Tokens, bundled, prompts
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 MARGIN = 0.02
 """Log-probability under which other chunks may choose another token, in fp32: as in ``test_modes``."""

@@ -18,7 +18,7 @@ from sidestream.ops.hyper_connection import (
 from tests.ops.operator_case import call
 from tests.tolerances import BF16_OUTPUT, FP32_GEMM, FP32_ROUNDING
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 HIDDEN = 4096
 ROWS = [1, 3, 16, 64, 200, 700, 5000]
 """One or more for each choice of launches."""

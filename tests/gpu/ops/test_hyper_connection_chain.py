@@ -11,7 +11,7 @@ import torch
 from sidestream.ops.hyper_connection import hyper_connection_post, hyper_connection_post_pre, reference, triton_post_pre
 from tests.tolerances import BF16_STEPS, FP32_GEMM
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 HIDDEN = 4096
 SETTINGS: dict[str, Any] = {"norm_eps": 1e-5, "eps": 1e-6, "iters": 20}

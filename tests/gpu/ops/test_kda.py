@@ -14,7 +14,7 @@ from tests.ops.kda.mixed_step_case import mixed_step_case
 from tests.ops.operator_case import call, map_tensors, overwrite
 from tests.tolerances import BF16_OUTPUT, BF16_STEPS, FP32_GEMM, FP32_RECURRENCE
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 HEADS, DIM = 64, 128
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from sidestream.ops.residency import triton_resolve
 from tests.ops.residency.model import Steps
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("rows_each", [1, 2, 3])

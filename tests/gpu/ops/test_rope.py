@@ -8,7 +8,7 @@ import torch
 from sidestream.ops.rope import apply_rope, torch_impl
 from tests.tolerances import BF16_OUTPUT, FP32_ROUNDING
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 
 def angles(tokens: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ from sidestream.ops.sparse_mla.triton_impl import sparse_mla as launched
 from sidestream.ops.sparse_mla.triton_launch import Launch
 from tests.tolerances import BF16_STEPS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 WIDTH, LATENT, POOL_ROWS = 2051, 512, 30_000
 LAYOUTS = [("bf16", 0), ("bf16", 64), ("mxfp8", 0), ("fp8_ds_mla", 64)]

@@ -15,7 +15,7 @@ import torch
 from sidestream.streams import Capture
 from tests.gpu.streams.machine import Machine, N, plain_event
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 SIZE = 64
 """Of the square matrices that are multiplied."""

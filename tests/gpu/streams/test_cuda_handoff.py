@@ -10,7 +10,7 @@ from sidestream.streams import Policy, Streams, WaitKind
 from sidestream.streams.cuda import CudaBackend
 from tests.gpu.streams.machine import SPIN, Machine, N, plain_event, spin
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(params=[Policy.EXTERNAL, Policy.STREAM], ids=lambda p: p.value)
