@@ -63,6 +63,7 @@ class EngineProcess:
         self._built = built
         self._core = core
         self._masks = masks
+        self._warm_up_kernels = len(built.compiled_after_ready())
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._compiling: dict[str, tuple[Request, Future[None]]] = {}
         self._reported = 0.0
@@ -155,6 +156,7 @@ class EngineProcess:
             fallbacks={} if graphs is None else dict(graphs.dispatcher.fallbacks),
             waits=dict(self._core.waits),
             hisparse={} if hisparse is None else hisparse.counters(),
+            late_compilations=len(self._built.compiled_after_ready()) - self._warm_up_kernels,
         )
 
 

@@ -55,6 +55,7 @@ class EngineState(msgspec.Struct, frozen=True):
         fallbacks: reason -> steps that ran without the graph that the settings ask for.
         hisparse: blocks and bytes that left the device, bytes staged, places free; empty without a host pool.
         waits: reason -> steps that the host waited for before it launched the next.
+        late_compilations: kernels that no warm-up met, so that a request had to wait for them.
     """
 
     running: int = 0
@@ -69,6 +70,7 @@ class EngineState(msgspec.Struct, frozen=True):
     fallbacks: dict[str, int] = {}
     waits: dict[str, int] = {}
     hisparse: dict[str, int] = {}
+    late_compilations: int = 0
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

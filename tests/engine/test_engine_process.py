@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -68,9 +69,15 @@ def run(core: EngineCore, turns: list[list[Command]]) -> Script:
     return script
 
 
-def _built(core: EngineCore) -> object:
+def _built(core: EngineCore) -> Any:
     class Built:
         runner = core._runner
+
+        def __init__(self) -> None:
+            self.kernels = ["met by the warm-up"]
+
+        def compiled_after_ready(self) -> tuple[str, ...]:
+            return tuple(self.kernels)
 
     return Built()
 
@@ -112,3 +119,11 @@ def test_the_state_is_reported_when_nothing_is_left(core: EngineCore) -> None:
     assert isinstance(last.state, EngineState)
     assert last.state.free_blocks == core.scheduler.num_free_blocks
     assert last.outputs[0].finish_reason is FinishReason.LENGTH
+
+
+def test_kernels_that_were_compiled_while_requests_ran_are_counted(core: EngineCore) -> None:
+    built = _built(core)
+    process = EngineProcess(Script([]), built, core, NoMasks())  # type: ignore[arg-type]
+    assert process.state().late_compilations == 0
+    built.kernels += ["of a request", "of another"]
+    assert process.state().late_compilations == 2
