@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeAlias
 
 from sidestream.core.request import FinishReason
+
+TopLogprobs: TypeAlias = tuple[tuple[int, float, int], ...]
+"""(token id, log-probability, rank) of one row: the chosen token, then the others of the top by rank."""
 
 
 class CacheReason(StrEnum):
@@ -26,6 +30,20 @@ class CacheReason(StrEnum):
     """Log-probabilities of the prompt were asked for, so all of it is computed."""
     DISABLED = "disabled"
     """There is no prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """What one step gave one request: a token, or log-probabilities of a prompt chunk, or both."""
+
+    request_id: str
+    token_id: int | None
+    finish_reason: FinishReason | None = None
+    logprobs: TopLogprobs | None = None
+    prompt_logprobs: tuple[TopLogprobs, ...] = ()
+    cached_tokens: int = 0
+    """With the first token: prompt tokens that came from the prefix cache, and why not more."""
+    cache_reason: CacheReason | None = None
 
 
 @dataclass(frozen=True, slots=True)

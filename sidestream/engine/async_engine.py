@@ -21,10 +21,9 @@ import zmq.asyncio
 from sidestream import errors
 from sidestream.config.engine import EngineConfig
 from sidestream.config.model import ModelConfig
-from sidestream.core.outputs import Logprob, RequestOutput
+from sidestream.core.outputs import EngineOutput, Logprob, RequestOutput
 from sidestream.core.request import FinishReason
 from sidestream.core.sampling_params import SamplingParams
-from sidestream.engine.core import EngineOutput
 from sidestream.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt
 from sidestream.engine.output_processor import OutputProcessor
 from sidestream.engine.tokenizer import load_tokenizer

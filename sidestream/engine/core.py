@@ -10,30 +10,16 @@ import torch
 
 from sidestream.cache.block_hashes import chain_root
 from sidestream.core.batch import Admission, Chunk, ScheduledStep
-from sidestream.core.outputs import CacheReason
-from sidestream.core.request import FinishReason, Request
+from sidestream.core.outputs import CacheReason, EngineOutput, TopLogprobs
+from sidestream.core.request import Request
 from sidestream.engine.build import BuiltEngine
-from sidestream.engine.logprobs import PROMPT_LOGIT_ROWS, TopLogprobs, top_logprobs
+from sidestream.engine.logprobs import PROMPT_LOGIT_ROWS, top_logprobs
 from sidestream.engine.runner import StepOutput
 from sidestream.engine.sampled_tokens import PendingTokens, SampledTokens
 from sidestream.engine.sampler import Sampler, SamplingRow
 from sidestream.engine.token_masks import NoMasks, TokenMasks
 from sidestream.scheduler.config import SchedulerConfig
 from sidestream.scheduler.scheduler import Scheduler
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOutput:
-    """What one step gave one request: a token, or log-probabilities of a prompt chunk, or both."""
-
-    request_id: str
-    token_id: int | None
-    finish_reason: FinishReason | None = None
-    logprobs: TopLogprobs | None = None
-    prompt_logprobs: tuple[TopLogprobs, ...] = ()
-    cached_tokens: int = 0
-    """With the first token: prompt tokens that came from the prefix cache, and why not more."""
-    cache_reason: CacheReason | None = None
 
 
 @dataclass(slots=True)

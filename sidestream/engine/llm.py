@@ -19,10 +19,10 @@ from sidestream.config.engine import (
     DEFAULT_MAX_NUM_SEQS,
     EngineConfig,
 )
-from sidestream.core.outputs import RequestOutput
+from sidestream.core.outputs import EngineOutput, RequestOutput
 from sidestream.core.sampling_params import SamplingParams
 from sidestream.engine.build import BuiltEngine, build_engine
-from sidestream.engine.core import EngineCore, EngineOutput
+from sidestream.engine.core import EngineCore
 from sidestream.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt
 from sidestream.engine.ledger import Ledger
 from sidestream.engine.output_processor import OutputProcessor

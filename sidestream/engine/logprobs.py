@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import torch
 
-TopLogprobs: TypeAlias = tuple[tuple[int, float, int], ...]
-"""(token id, log-probability, rank) of one row: the chosen token, then the others of the top by rank."""
+from sidestream.core.outputs import TopLogprobs
 
 PROMPT_LOGIT_ROWS = 256
 """Rows of prompt logits held at once."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from sidestream.core.outputs import CompletionOutput, Logprob, RequestOutput
+from sidestream.core.outputs import CompletionOutput, EngineOutput, Logprob, RequestOutput, TopLogprobs
 from sidestream.core.request import FinishReason, Request
-from sidestream.engine.core import EngineOutput
 from sidestream.engine.detokenizer import IncrementalDetokenizer
 from sidestream.engine.input_processor import ProcessedPrompt
-from sidestream.engine.logprobs import TopLogprobs
 
 
 @dataclass(slots=True)

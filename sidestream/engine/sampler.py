@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
+from sidestream.core.outputs import TopLogprobs
 from sidestream.core.sampling_params import SamplingParams
 from sidestream.engine.logit_edits import LogitEdits, unpack_bitmask
-from sidestream.engine.logprobs import TopLogprobs, top_logprobs
+from sidestream.engine.logprobs import top_logprobs
 from sidestream.engine.random_stream import uniform
 from sidestream.ops.draw import draw_tokens
 

@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 import msgspec
 
 from sidestream.config.engine import EngineConfig
+from sidestream.core.outputs import EngineOutput
 from sidestream.core.request import Request
-from sidestream.engine.core import EngineOutput
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):

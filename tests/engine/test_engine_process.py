@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from sidestream.config.engine import EngineConfig
+from sidestream.core.outputs import EngineOutput
 from sidestream.core.request import FinishReason, Request
 from sidestream.core.sampling_params import SamplingParams
 from sidestream.engine.build import build_engine
-from sidestream.engine.core import EngineCore, EngineOutput
+from sidestream.engine.core import EngineCore
 from sidestream.engine.engine_process import EngineProcess
 from sidestream.engine.llm import bundled_model
 from sidestream.engine.token_masks import NoMasks

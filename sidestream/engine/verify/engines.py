@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from sidestream.core.outputs import EngineOutput
 from sidestream.core.request import Request
 from sidestream.core.sampling_params import SamplingParams
 from sidestream.engine.build import BuiltEngine, in_graph_mode
-from sidestream.engine.core import EngineCore, EngineOutput
+from sidestream.engine.core import EngineCore
 from sidestream.engine.verify.compare import Generated
 from sidestream.engine.verify.layer_digests import LayerDigests
 from sidestream.engine.verify.report import Batching, Prefill, Rule, Schedule
