@@ -134,11 +134,12 @@ class SparseMLAIndexGroup:
             )
 
     def _buffers(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Not filled: the leader and the resolver write every entry of a step's rows, in every step."""
         shape, device = (rows, self._width), self._streams.backend.device
         return (
-            torch.full(shape, -1, dtype=torch.int32, device=device),
-            torch.full(shape, -1, dtype=torch.int64, device=device),
-            torch.zeros(rows, dtype=torch.int32, device=device),
+            torch.empty(shape, dtype=torch.int32, device=device),
+            torch.empty(shape, dtype=torch.int64, device=device),
+            torch.empty(rows, dtype=torch.int32, device=device),
         )
 
     def _first(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

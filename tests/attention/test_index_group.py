@@ -276,6 +276,7 @@ def test_each_group_has_buffers_of_its_own() -> None:
         first, second = (group.logical_topk_indices for group in machine.groups)
     assert first.shape == second.shape == (DECODE_ROWS, WIDTH)
     assert first.dtype == second.dtype == torch.int32
+    second.fill_(-1)
     first.fill_(3)
     machine.backend.synchronize()
     assert set(second.reshape(-1).tolist()) == {-1}

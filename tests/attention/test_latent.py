@@ -55,6 +55,7 @@ def test_a_dense_layer_sees_its_whole_context_and_touches_no_group() -> None:
     machine, group = model.machine, model.machine.groups[0]
     with machine.on_compute():
         machine.begin_decode(4, rows=4, live=3)
+        group.logical_topk_indices.fill_(-1)
     query, out = model.attend(0)
     assert model.resolver.calls == []
     assert not group.logical_topk_ready.waits
