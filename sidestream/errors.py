@@ -27,7 +27,17 @@ class CheckpointError(SidestreamError, ValueError):
 
 
 class RequestError(SidestreamError, ValueError):
-    """A request cannot be served as asked; no other request is affected."""
+    """A request cannot be served as asked; no other request is affected.
+
+    Args:
+        param: the request's field at fault, where the message does not begin with its name.
+        code: of the fault, for programs: OpenAI's where there is one.
+    """
+
+    def __init__(self, message: str = "", *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
 
 
 class CapacityError(SidestreamError, MemoryError):

@@ -177,7 +177,8 @@ class AsyncEngine:
                 try:
                     batch.append(self._inputs.process(str(next(self._ids)), prompt, params))
                 except RequestError as error:
-                    raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
+                    message = f"prompt {index}: {error}" if len(prompts) > 1 else str(error)
+                    raise RequestError(message, param=error.param, code=error.code) from None
             return batch
 
         return await self.tokenizing(work)

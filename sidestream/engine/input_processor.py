@@ -71,7 +71,8 @@ class InputProcessor:
         if room < 1:
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens and the engine serves sequences of at most "
-                f"{self._max_model_len}, prompt and completion together (max_model_len)"
+                f"{self._max_model_len}, prompt and completion together (max_model_len)",
+                code="context_length_exceeded",
             )
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         ends = frozenset(self._model.eos_token_ids)
@@ -105,7 +106,9 @@ class InputProcessor:
             if not prompt:
                 raise RequestError("the prompt is an empty string")
             if self._tokenizer is None:
-                raise RequestError("a text prompt needs a tokenizer, and this checkpoint has none; pass token ids")
+                raise RequestError(
+                    "the prompt is text, which needs a tokenizer, and this checkpoint has none; pass token ids"
+                )
             return prompt, self._encode(prompt, add_special_tokens=True)
         if hasattr(prompt, "tolist"):  # an array or a tensor
             prompt = prompt.tolist()

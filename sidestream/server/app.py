@@ -16,13 +16,21 @@ from starlette.responses import HTMLResponse, Response
 from sidestream import __version__
 from sidestream.engine.async_engine import AsyncEngine
 from sidestream.errors import EngineDeadError, RequestError
-from sidestream.server import errors
+from sidestream.server import complaints, errors
 from sidestream.server.chat import create_chat_completion
 from sidestream.server.chat_prompt import encode_text, tokenize_chat
 from sidestream.server.completions import create_completion
+from sidestream.server.cut_off import CutOff
 from sidestream.server.errors import JSONAnswer
+from sidestream.server.json_body import JSONRoute
 from sidestream.server.limits import ApiKey, BodyLimit
-from sidestream.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from sidestream.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SamplingFields,
+    TokenizeRequest,
+)
 from sidestream.server.service import Service
 
 LAST_WORDS_SECONDS = 1.0
@@ -54,7 +62,8 @@ def create_app(service: Service, *, engine: Callable[[], Awaitable[AsyncEngine]]
             await asyncio.gather(task, return_exceptions=True)
 
     app = FastAPI(title="Sidestream", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    errors.install(app)
+    app.router.route_class = JSONRoute
+    errors.install(app, invalid=complaints.of_request)
     _add_status_routes(app, service)
     _add_openai_routes(app, service)
     _add_token_routes(app, service)
@@ -62,6 +71,7 @@ def create_app(service: Service, *, engine: Callable[[], Awaitable[AsyncEngine]]
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
     if settings.api_key is not None:
         app.add_middleware(ApiKey, key=settings.api_key)
+    app.add_middleware(CutOff, on_cut=lambda: service.metrics.refused(503))
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
@@ -139,23 +149,26 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await _counted(service, create_completion(service, body, request))
+        return await _counted(service, body, create_completion(service, body, request))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        return await _counted(service, create_chat_completion(service, body, request))
+        return await _counted(service, body, create_chat_completion(service, body, request))
 
 
-async def _counted(service: Service, answer: Awaitable[Response]) -> Response:
-    """An answer; errors and clients that went away are counted."""
+async def _counted(service: Service, body: SamplingFields, answer: Awaitable[Response]) -> Response:
+    """An answer; errors, which name fields as this body has them, and clients that went away are counted."""
     try:
         return await answer
     except errors.ClientGoneError:
         service.metrics.disconnected()
         raise
     except Exception as error:
-        service.metrics.refused(errors.as_api_error(error).status)
-        raise
+        known = errors.as_api_error(error, names=body.names())
+        service.metrics.refused(known.status)
+        if known.status == 500:
+            raise
+        raise known from error
 
 
 def _add_token_routes(app: FastAPI, service: Service) -> None:

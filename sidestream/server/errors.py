@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,9 +13,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from sidestream.errors import CapacityError, EngineDeadError, RequestError, SidestreamError
+from sidestream.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 MAX_SHOWN = 120
 """Characters of a client's value that a message repeats."""
+BODIES = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+FIELDS = frozenset(name for body in BODIES for name in body.model_fields)
+FIELD_AT_START = re.compile(r"(?:the )?([a-z_]+(?:\.\w+)*)")
+ROUTING = {404: "not_found", 405: "method_not_allowed"}
 CLIENT_GONE = 499
 """Status of an answer that nobody reads any more; it appears in logs only."""
 
@@ -47,6 +52,14 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+class WhileReadingError(HTTPException):
+    """Carries an error out of the reading of a body, where the framework passes on HTTP errors alone."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.status, str(error))
+        self.error = error
+
+
 class ClientGoneError(Exception):
     """The client closed the connection before its answer was complete."""
 
@@ -65,42 +78,56 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, kind="service_unavailable", code=code, headers={"Retry-After": "1"})
 
 
-def as_api_error(error: Exception) -> ApiError:
-    """The engine's own errors, as a client sees them."""
+def as_api_error(error: Exception, *, names: Mapping[str, str] | None = None) -> ApiError:
+    """The engine's own errors, as a client sees them.
+
+    Args:
+        names: fields as the engine calls them, to what the client called them.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDeadError):
         return unavailable(str(error), "engine_dead")
     if isinstance(error, CapacityError):
-        return ApiError(400, str(error), code="context_length_exceeded")
+        error = RequestError(str(error), param="prompt", code="context_length_exceeded")
     if isinstance(error, RequestError):
-        return ApiError(400, str(error), param=_param(str(error)))
+        message = str(error)
+        param, code = error.param or _param(message), error.code or "invalid_value"
+        for name, known in (names or {}).items():
+            param = known if param == name else param
+            if name != "prompt":  # which is a word too
+                message = re.sub(rf"\b{name}\b", known, message)
+        return ApiError(400, message, param=param, code=code)
     return ApiError(500, "the server failed; its log says how", kind="server_error", code="internal_error")
 
 
-def install(app: FastAPI) -> None:
-    """Make every error of the app an OpenAI-shaped one."""
+def install(app: FastAPI, *, invalid: Callable[[Request, RequestValidationError], ApiError]) -> None:
+    """Make every error of the app an OpenAI-shaped one; ``invalid`` words what is wrong with a body."""
 
     async def known(request: Request, error: Exception) -> Response:
         return error_answer(as_api_error(error))
 
-    async def invalid(request: Request, error: Exception) -> Response:
+    async def unfit(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError), f"{type(error)} is not a validation error"
-        return error_answer(_invalid(error.errors(), _known_fields(request)))
+        return error_answer(invalid(request, error))
 
     async def routing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException), f"{type(error)} is not an HTTP error"
+        if isinstance(error, WhileReadingError):
+            return error_answer(error.error)
         detail = str(error.detail)
         if error.status_code in (404, 405):
-            detail = f"{request.method} {request.url.path}: {detail}"
-        return error_answer(ApiError(error.status_code, detail, headers=error.headers))
+            detail = f"{request.method} {shown(request.url.path)}: {detail}"
+        return error_answer(
+            ApiError(error.status_code, detail, headers=error.headers, code=ROUTING.get(error.status_code))
+        )
 
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)
 
     app.add_exception_handler(ApiError, known)
     app.add_exception_handler(SidestreamError, known)
-    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(RequestValidationError, unfit)
     app.add_exception_handler(HTTPException, routing)
     app.add_exception_handler(ClientGoneError, gone)
     app.add_exception_handler(Exception, known)
@@ -111,38 +138,28 @@ def error_answer(error: ApiError) -> Response:
 
 
 def shown(value: object) -> str:
-    """A client's value, shortened."""
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+    """A client's value as it wrote it, shortened; text in single quotes."""
+    if isinstance(value, str):
+        text = repr(value[:MAX_SHOWN])
+        whole = len(value) <= MAX_SHOWN
+    elif isinstance(value, dict | list | int | float | None):
+        text, whole = _start_of_json(value)
+    else:
+        text, whole = repr(value), True
+    return text if whole and len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
-def _invalid(problems: Sequence[Any], known: Sequence[str]) -> ApiError:
-    """The first complaint about a body, with the field's path and its value."""
-    problem = problems[0]
-    path = [str(part) for part in problem["loc"] if part != "body"]
-    if problem["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {problem.get('ctx', {}).get('error', problem['msg'])}")
-    if problem["type"] == "extra_forbidden":
-        near = get_close_matches(path[-1], known, n=1)
-        hint = f"; is {near[0]!r} meant?" if near else ""
-        message = f"{'.'.join(path)!r} is not a field of this request{hint}"
-        return ApiError(400, message, param=path[0], code="unknown_parameter")
-    if not path:
-        return ApiError(400, f"the body must be a JSON object with content type application/json: {problem['msg']}")
-    field = path[0]
-    value = "" if problem["type"] == "missing" else f", got {shown(problem.get('input'))}"
-    return ApiError(400, f"{'.'.join(path)}: {problem['msg']}{value}", param=field)
-
-
-def _known_fields(request: Request) -> list[str]:
-    """Names of the fields that the route's body has."""
-    route = request.scope.get("route")
-    body = getattr(route, "body_field", None)
-    model = getattr(getattr(body, "field_info", None), "annotation", None)
-    return list(getattr(model, "model_fields", {}))
+def _start_of_json(value: object) -> tuple[str, bool]:
+    """As much JSON as is shown, and whether that is all."""
+    text = ""
+    for piece in json.JSONEncoder().iterencode(value):
+        text += piece[:MAX_SHOWN]
+        if len(text) > MAX_SHOWN:
+            return text, False
+    return text, True
 
 
 def _param(message: str) -> str | None:
     """The field that the engine's message begins with, where it does."""
-    first = message.split(" ", 1)[0]
-    return first if first.isidentifier() and first not in ("the", "a", "request", "prompt") else None
+    found = FIELD_AT_START.match(message)
+    return found[1] if found and found[1].partition(".")[0] in FIELDS else None

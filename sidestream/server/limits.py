@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hmac
+import re
+from hashlib import sha256
 
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sidestream.server.errors import ApiError, error_answer
+from sidestream.server.errors import ApiError, WhileReadingError, error_answer
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/dashboard"})
 """What probes, scrapers and browsers read without a key; nothing of a request's content is there."""
-
-
+BEARER = re.compile(rb"bearer +(.+?) *", re.IGNORECASE)
+"""Names of HTTP schemes are the same in either case (RFC 9110, 11.1)."""
 PATIENCE = 8
 """Times the limit that is read of a body before the connection is closed on its sender."""
 
@@ -22,22 +23,26 @@ class ApiKey:
 
     def __init__(self, app: ASGIApp, *, key: str) -> None:
         self._app = app
-        self._expected = b"Bearer " + key.encode()
+        self._digest = sha256(key.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                error = ApiError(
-                    401,
-                    "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
-                    kind="authentication_error",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
-                await error_answer(error)(scope, receive, send)
-                return
+        asked = scope["type"] == "http" and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS"
+        if asked and not self._is_right(dict(scope["headers"]).get(b"authorization", b"")):
+            error = ApiError(
+                401,
+                "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+                kind="authentication_error",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            await error_answer(error)(scope, receive, send)
+            return
         await self._app(scope, receive, send)
+
+    def _is_right(self, given: bytes) -> bool:
+        """Digests are compared, in a time that says nothing of the key, nor of its length."""
+        match = BEARER.fullmatch(given)
+        return match is not None and hmac.compare_digest(sha256(match[1]).digest(), self._digest)
 
 
 class BodyLimit:
@@ -63,7 +68,7 @@ class BodyLimit:
             message = await receive()
             read += len(message.get("body", b""))
             if read > self._limit:
-                raise HTTPException(413, self._message(read))  # the one kind that is passed through unchanged
+                raise WhileReadingError(self._too_large(read))
             return message
 
         await self._app(scope, counted, send)
@@ -78,7 +83,5 @@ class BodyLimit:
             left -= len(message["body"])
 
     def _too_large(self, size: int) -> ApiError:
-        return ApiError(413, self._message(size), code="request_too_large")
-
-    def _message(self, size: int) -> str:
-        return f"the body has {size} bytes or more, the limit is {self._limit} (max_body_bytes)"
+        message = f"the body has {size} bytes or more, the limit is {self._limit} (max_body_bytes)"
+        return ApiError(413, message, code="request_too_large")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+
+T = TypeVar("T")
 
 
 def _whole_characters(text: str) -> str:
@@ -19,7 +21,9 @@ def _whole_characters(text: str) -> str:
 Text: TypeAlias = Annotated[str, AfterValidator(_whole_characters)]
 Integer: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Number: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
-TokenIds: TypeAlias = list[Integer]
+Listed: TypeAlias = Annotated[list[T], Field(fail_fast=True)]
+"""A list that is read up to its first fault: millions of complaints would take more memory than the body."""
+TokenIds: TypeAlias = Listed[Integer]
 
 
 class Strict(BaseModel):
@@ -60,7 +64,7 @@ class StructuredFields(Strict):
     json_: dict[str, Any] | Text | None = Field(None, alias="json")
     regex: Text | None = None
     grammar: Text | None = None
-    choice: list[Text] | None = None
+    choice: Listed[Text] | None = None
     json_object: bool | None = None
 
 
@@ -78,7 +82,7 @@ class SamplingFields(Strict):
     repetition_penalty: Number | None = None
     logit_bias: dict[str, Number] | None = None
     seed: Integer | None = None
-    stop: Text | list[Text] | None = None
+    stop: Text | Listed[Text] | None = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -92,11 +96,15 @@ class SamplingFields(Strict):
     stream_options: StreamOptions | None = None
     user: Text | None = Field(None, description="Accepted and not used.")
 
+    def names(self) -> dict[str, str]:
+        """What the engine calls a field, to what this body calls it, where that differs."""
+        return {} if self.response_format is None else {"structured_outputs": "response_format"}
+
 
 class CompletionRequest(SamplingFields):
     """Body of ``/v1/completions``."""
 
-    prompt: Text | list[Text] | TokenIds | list[TokenIds]
+    prompt: Text | Listed[Text] | TokenIds | Listed[TokenIds]
     best_of: Integer | None = Field(None, description="Must equal n.")
     echo: bool | None = None
     logprobs: Integer | None = None
@@ -110,14 +118,27 @@ class TextPart(Strict):
     text: Text
 
 
+Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
+
+
 class Message(BaseModel):
     """One message of a conversation; other fields go to the chat template as they are."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: Text
-    content: Text | list[TextPart] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    role: Role
+    content: Text | Listed[TextPart] | None = None
+    tool_calls: Listed[dict[str, Any]] | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_only(cls, content: object) -> object:
+        """Images and the like are refused by name."""
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else "text"
+            if isinstance(kind, str) and kind != "text":
+                raise ValueError(f"holds a part of type {kind[:40]!r}; this model reads text only")
+        return content
 
 
 class FunctionDefinition(Strict):
@@ -152,7 +173,7 @@ class NamedTool(Strict):
 class ChatRequest(SamplingFields):
     """Body of ``/v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Listed[Message] = Field(min_length=1)
     max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
     top_logprobs: Integer | None = None
@@ -168,12 +189,20 @@ class ChatRequest(SamplingFields):
 
 
 class TokenizeRequest(Strict):
+    def names(self) -> dict[str, str]:
+        changed = {"prompt": "messages"}
+        if self.max_completion_tokens is not None and self.max_tokens is None:
+            changed["max_tokens"] = "max_completion_tokens"
+        if self.logprobs and self.top_logprobs is not None:
+            changed["logprobs"] = "top_logprobs"
+        return super().names() | changed
+
     """Body of ``/tokenize``: text, or a conversation for the chat template."""
 
     model: Text | None = None
     prompt: Text | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
-    tools: list[Tool] | None = None
+    messages: Listed[Message] | None = Field(None, min_length=1)
+    tools: Listed[Tool] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] | None = None

@@ -108,7 +108,7 @@ class Service:
         count, limit = prompts * (n or 1), self.settings.max_sequences
         if count > limit:
             raise RequestError(
-                f"prompt: {prompts} prompts times n {n or 1} are {count} sequences, the limit is {limit} "
+                f"n is {n or 1} for {prompts} prompts, which are {count} sequences; the limit is {limit} "
                 f"(max_sequences)"
             )
 

@@ -21,7 +21,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": []}, "empty list"),
     ({"prompt": [[]]}, "empty list"),
     ({"prompt": None}, "prompt"),
-    ({}, "prompt: Field required"),
+    ({}, "prompt is missing"),
     ({"prompt": [-1]}, "-1"),
     ({"prompt": ["VOCAB"]}, "VOCAB"),
     ({"prompt": [1, "a"]}, "prompt"),
@@ -32,18 +32,18 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"top_k": -2}, "top_k is -2"),
     ({"top_p": 0}, "top_p is 0"),
     ({"top_p": 1.5}, "top_p is 1.5"),
-    ({"top_p": "x"}, "top_p: .*'x'"),
+    ({"top_p": "x"}, "top_p must be a number, got 'x'"),
     ({"min_p": 2}, "min_p is 2"),
     ({"temperature": -1}, "temperature is -1"),
-    ({"temperature": float("nan")}, "temperature: .*nan"),
-    ({"temperature": float("inf")}, "temperature: .*inf"),
+    ({"temperature": float("nan")}, "temperature is NaN"),
+    ({"temperature": float("inf")}, "temperature is Infinity"),
     ({"temperature": True}, "temperature"),
     ({"max_tokens": 0}, "max_tokens is 0"),
     ({"max_tokens": -1}, "max_tokens is -1"),
-    ({"max_tokens": 10**30}, "max_tokens: .*9223372036854775807"),
+    ({"max_tokens": 10**30}, "max_tokens is .*9223372036854775807"),
     ({"min_tokens": 50, "max_tokens": 10}, "min_tokens 50"),
     ({"n": 0}, "n is 0"),
-    ({"n": 1000}, "n is 1000|max_sequences"),
+    ({"n": 1000}, "n is 1000"),
     ({"n": 9, "prompt": ["a"] * 9}, "max_sequences"),
     ({"best_of": 3}, "best_of is 3"),
     ({"logit_bias": {"999999": 1}}, "999999"),
@@ -131,7 +131,7 @@ def test_each_is_refused_while_a_long_stream_runs_unchanged(server: LiveServer, 
         refused(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": "fine"}]} | changes, says)
     for raw in BAD_BODIES:
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
-            refused(server, path, raw, "")
+            refused(server, path, raw, "the body|which is not JSON")
     refused(server, "/detokenize", {"tokens": [vocab]}, str(vocab))
     refused(server, "/detokenize", {"tokens": [-1]}, "-1")
     refused(server, "/tokenize", {}, "prompt or messages")

@@ -63,25 +63,28 @@ def test_ready_only_after_a_request_of_its_own_and_drained_at_the_end() -> None:
         assert gone(engine)
 
 
-def test_a_limited_drain_ends_what_is_left() -> None:
+def test_a_limited_drain_says_so_to_those_it_ends() -> None:
     with live_server("--drain-seconds", "1") as server:
         server.await_ready()
         lines: list[str] = []
         started = threading.Event()
-
-        def read() -> None:
-            try:
-                stream_into(server, lines, started, 30000)
-            except httpx.HTTPError:
-                lines.append("cut")
-
-        reader = threading.Thread(target=read)
+        reader = threading.Thread(target=stream_into, args=(server, lines, started, 30000))
         reader.start()
+        whole: list[tuple[int, object]] = []
+        body = {"prompt": PROMPT, "max_tokens": 30000, "ignore_eos": True}
+        waiter = threading.Thread(target=lambda: whole.append(server.post("/v1/completions", body)))
+        waiter.start()
         assert started.wait(120)
+        while server.metric("vllm:num_requests_running") < 2:
+            time.sleep(0.02)
         server.send_signal(signal.SIGTERM)
-        assert server.exit_code() == 0
         reader.join()
-        assert lines[-1] != "data: [DONE]"
+        waiter.join()
+        assert server.exit_code() == 0
+        assert '"stopping"' in lines[-1], "a stream ends with an error, not with [DONE]"
+        ((status, answer),) = whole
+        assert status == 503
+        assert answer["error"]["code"] == "stopping"  # type: ignore[index]
 
 
 def test_a_killed_engine_is_503_and_a_failed_exit() -> None:
@@ -139,10 +142,16 @@ def test_the_key_is_asked_for() -> None:
     with live_server(environment={"SIDESTREAM_API_KEY": "secret"}) as server:
         server.await_ready()
         body = {"prompt": PROMPT, "max_tokens": 2}
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "secret"},
+            {"authorization": "Basic secret"},
+        ):
             status, answer = server.post("/v1/completions", body, **headers)
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
-        assert server.post("/v1/completions", body, authorization="Bearer secret")[0] == 200
+        for scheme in ("Bearer", "bearer", "BEARER "):
+            assert server.post("/v1/completions", body, authorization=f"{scheme} secret")[0] == 200
         assert server.get("/v1/models")[0] == 401
         for path in ("/health", "/ready", "/metrics"):
             assert server.get(path)[0] == 200

@@ -1,0 +1,63 @@
+"""Answers that the server's own end cuts off: they say so, in the form that the client expects."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sidestream.server.errors import error_answer, unavailable
+
+EVENTS = b"text/event-stream"
+
+
+class CutOff:
+    """Ends answers that are cancelled, as they are once a drain has lasted long enough: 503 where nothing was sent,
+    an error event and no ``[DONE]`` in a stream. It stands outside of everything that answers.
+
+    Args:
+        on_cut: called for each.
+    """
+
+    def __init__(self, app: ASGIApp, *, on_cut: Callable[[], None]) -> None:
+        self._app = app
+        self._on_cut = on_cut
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started: Message | None = None
+        ended = False
+
+        async def noted(message: Message) -> None:
+            nonlocal started, ended
+            if message["type"] == "http.response.start":
+                started = message
+            else:
+                ended = not message.get("more_body", False)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            assert task is not None, "a coroutine is cancelled outside of any task"
+            task.uncancel()
+            self._on_cut()
+            error = unavailable("the server is stopping and could not wait for the end of this answer", "stopping")
+            if started is None:
+                await error_answer(error)(scope, receive, send)
+            elif not ended and _is_stream(started):
+                with suppress(OSError):
+                    event = b"data: " + msgspec.json.encode(error.body) + b"\n\n"
+                    await send({"type": "http.response.body", "body": event, "more_body": False})
+            elif not ended:
+                raise
+
+
+def _is_stream(started: Message) -> bool:
+    return any(name == b"content-type" and value.startswith(EVENTS) for name, value in started["headers"])
