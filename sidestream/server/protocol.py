@@ -187,8 +187,6 @@ class ChatRequest(SamplingFields):
     safety_identifier: Text | None = Field(None, description="Accepted and not used.")
     prompt_cache_key: Text | None = Field(None, description="Accepted and not used.")
 
-
-class TokenizeRequest(Strict):
     def names(self) -> dict[str, str]:
         changed = {"prompt": "messages"}
         if self.max_completion_tokens is not None and self.max_tokens is None:
@@ -197,6 +195,8 @@ class TokenizeRequest(Strict):
             changed["logprobs"] = "top_logprobs"
         return super().names() | changed
 
+
+class TokenizeRequest(Strict):
     """Body of ``/tokenize``: text, or a conversation for the chat template."""
 
     model: Text | None = None
