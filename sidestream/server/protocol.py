@@ -177,7 +177,7 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
     top_logprobs: Integer | None = None
-    tools: list[Tool] | None = None
+    tools: Listed[Tool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = Field(None, description="Accepted and not used.")
     chat_template_kwargs: dict[str, Any] | None = None
