@@ -6,9 +6,9 @@ the device runs steps in order.
 
 Policy:
     1. Every decoding sequence gets its one token, in order of arrival.
-    2. The rest of the budget is shared equally among prefilling sequences, running and newly admitted ones, at least
-       ``prefill_quantum`` tokens each; if there are too many for that, the least recently served go first. So a
-       sequence waits for a number of steps that depends on how many others there are, never on how long they are.
+    2. The rest of the budget, as far as the pacer allows beside decodes, is shared equally among prefilling sequences,
+       running and newly admitted ones, at least ``prefill_quantum`` tokens each; if there are too many for that, the
+       least recently served go first. So a sequence waits for steps by how many others there are, not how long.
     3. Admission is first come, first served: it needs a seat, a slot and the blocks of the first chunk, and leaves
        the watermark free. A preempted sequence comes back when all it had fits again, lest it be preempted at once.
     4. When blocks run out, the latest arrived sequence loses everything it computed and goes back to the front of the
@@ -29,9 +29,11 @@ from sidestream.core.batch import Admission, Chunk, ScheduledStep, SlotCopy
 from sidestream.core.outputs import TokenEvent
 from sidestream.core.request import Request
 from sidestream.errors import RequestError
+from sidestream.scheduler.admission import AdmissionRoom
 from sidestream.scheduler.config import SchedulerConfig, check_request
 from sidestream.scheduler.fair_share import shares_by_turn
 from sidestream.scheduler.integrity import check_blocks, check_queues
+from sidestream.scheduler.prefill_pacer import PrefillPacer
 from sidestream.scheduler.prefixes import Prefixes
 from sidestream.scheduler.sequence import Sequence, by_arrival
 
@@ -39,16 +41,22 @@ from sidestream.scheduler.sequence import Sequence, by_arrival
 class Scheduler:
     """Plans steps and owns blocks and slots.
 
+    Args:
+        pacer: keeps prompts from stalling decodes; without one, plans are a function of the requests alone.
+
     Attributes:
         num_preemptions: times a sequence lost its memory.
         num_recomputed_tokens: computed positions thrown away by that.
+        num_paced_steps: steps that would have prefilled more without a pacer.
         prefix_stats: what the prefix cache did.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, *, pacer: PrefillPacer | None = None) -> None:
         self.config = config
+        self._pacer = pacer
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
+        self.num_paced_steps = 0
         self.prefix_stats = PrefixStats()
         self._num_arrived = 0
         self._num_steps = 0
@@ -133,9 +141,12 @@ class Scheduler:
         plan: dict[Sequence, int] = {}
         num_preempted = len(self._preempted)
         self._plan_decodes(plan)
-        num_decodes = len(plan)
-        budget = self.config.max_num_batched_tokens - num_decodes
-        self._plan_prefills(plan, budget, admit=len(self._preempted) == num_preempted)
+        admit = len(self._preempted) == num_preempted
+        budget = self.config.max_num_batched_tokens - len(plan)
+        limit = min(budget, self._pace(len(plan), admit=admit))
+        self._plan_prefills(plan, limit, admit=admit)
+        if limit < budget:
+            self.num_paced_steps += limit == sum(length for s, length in plan.items() if s.is_prefilling)
         assert plan or self._in_flight or not self._sequences, f"{len(self._sequences)} requests, and none can move"
         return self._issue(plan) if plan else None
 
@@ -209,12 +220,22 @@ class Scheduler:
             if sequence.running and sequence.can_decode and self._grow(sequence, sequence.num_known, plan):
                 plan[sequence] = 1
 
+    def _pace(self, num_decodes: int, *, admit: bool) -> int:
+        """Prefill tokens that the pacer allows this step."""
+        if self._pacer is None:
+            return self.config.max_num_batched_tokens
+        num_prompts = sum(sequence.is_prefilling for sequence in self._running)
+        if num_prompts or (admit and len(self._running) < self.config.max_running):
+            num_prompts += len(self._waiting)
+        return self._pacer.budget(num_decodes, num_prompts)
+
     def _plan_prefills(self, plan: dict[Sequence, int], budget: int, *, admit: bool) -> None:
         running = [s for s in self._running if s.is_prefilling and not self._is_stuck(s)]
         seats = self.config.max_running - len(self._running) if admit else 0
         prepared = candidates = self._prefixes.candidates(self._waiting, seats)
         served, shares = self._share(running, candidates, budget)
-        while (fitting := self._count_fitting(served, shares)) is not None:
+        room = AdmissionRoom(blocks=self._blocks, watermark=self.config.watermark_blocks, alone=not self._running)
+        while (fitting := room.count_fitting(served, shares)) is not None:
             candidates = candidates[:fitting]
             served, shares = self._share(running, candidates, budget)
         num_preempted, next_in_line = len(self._preempted), deque(candidates)
@@ -247,30 +268,6 @@ class Scheduler:
         needs = [self._prefixes.chunk(sequence, budget) for sequence in ordered]
         shares = shares_by_turn(needs, budget, quantum=self.config.prefill_quantum)
         return ordered[: len(shares)], shares
-
-    def _count_fitting(self, served: list[Sequence], shares: list[int]) -> int | None:
-        """How many of the served candidates can be admitted; None if all."""
-        pool = self._blocks
-        if pool is None:
-            return None
-        free = pool.num_free
-        for sequence, share in zip(served, shares, strict=True):
-            if sequence.running:
-                free -= pool.blocks_for(sequence.num_computed + share) - len(sequence.block_ids)
-        fitting = 0
-        for sequence, share in zip(served, shares, strict=True):
-            if sequence.running:
-                continue
-            hit = sequence.hit
-            owned = len(hit.blocks) - pool.count_free(hit.blocks)
-            end = hit.num_tokens + share
-            needed = pool.blocks_for(sequence.prefill_target if sequence.preempted else end) - owned
-            alone = not self._running and fitting == 0
-            if free - needed < (0 if alone else self.config.watermark_blocks):
-                return fitting
-            free -= pool.blocks_for(end) - owned
-            fitting += 1
-        return None
 
     def _make_room(self, sequence: Sequence, share: int, plan: dict[Sequence, int]) -> int:
         """Give a running prefill blocks for up to ``share`` tokens; others lose theirs only if it gets nothing else."""
