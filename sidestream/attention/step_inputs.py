@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sidestream.core.batch import SCRATCH_BLOCK, SCRATCH_SLOT, Chunk
+from sidestream.attention.state_rounds import PlannedRound, plan_rounds
+from sidestream.core.batch import MAX_SPLITS, SCRATCH_BLOCK, SCRATCH_SLOT, Chunk
 from sidestream.core.ring import RingPlan, plan_ring
 from sidestream.core.segment import Segment
 from sidestream.core.step_inputs import PoolPlan, StepInputs
@@ -75,6 +76,10 @@ class StepInputsBuilder:
         for window in windows:
             sizes += [max_seqs * (window - 1), max_tokens * window, max_tokens, max_tokens]
         sizes += [max_tokens, max_tokens]
+        if self.conv_size:  # rounds: pieces of chunks, in seven arrays each
+            pieces = max_seqs * (MAX_SPLITS + 1)
+            sizes += [pieces, pieces, pieces * (self.conv_size - 1), max_tokens * self.conv_size]
+            sizes += [max_tokens] * 3 + [1] * (7 * (MAX_SPLITS + 1))
         if self.kv_places is not None:
             sizes += [(max_seqs + 1) * max(self.max_blocks, 1), max_tokens, max_tokens]
         return PackedUpload.elements([size + 1 for size in sizes])
@@ -148,6 +153,9 @@ class StepInputsBuilder:
                 for row, (start, chunk) in enumerate(zip(offsets, chunks, strict=False))
             ),
             host_slots=slots,
+            rounds=plan_rounds(chunks, window=self.conv_size, ring_length=self._ring_length(self.conv_size))
+            if self.conv_size
+            else [],
         )
 
     def build_uniform(
@@ -219,6 +227,9 @@ class StepInputsBuilder:
             chunks.append(Chunk("scratch", 0, length, blocks, SCRATCH_SLOT, is_decode=False, samples=False))
         return self.build(chunks, [0] * rows, rows=rows)
 
+    def _ring_length(self, window: int) -> int:
+        return window - 1 + self.rollback
+
     def _sources(self, sources: Sequence[int] | None, rows: int) -> Array | None:
         if sources is None:
             return None
@@ -260,11 +271,12 @@ class StepInputsBuilder:
         num_decode: int,
         segments: tuple[Segment, ...],
         host_slots: tuple[int, ...],
+        rounds: Sequence[PlannedRound] = (),
     ) -> StepInputs:
         """Plan the rings, bring everything to the device in one go, hand it out."""
         uniform, padded = layout.context_lens is not None, len(layout.token_ids)
         plans = {
-            window: plan_ring(starts, lengths, slots.tolist(), window=window, ring_length=window - 1 + self.rollback)
+            window: plan_ring(starts, lengths, slots.tolist(), window=window, ring_length=self._ring_length(window))
             for window in {self.conv_size, self.kpool if self.kpool > 1 else 0} - {0}
         }
         # Those of a fixed size first: behind them, addresses depend on what the step holds.
@@ -274,6 +286,7 @@ class StepInputsBuilder:
         arrays += [ends, entries] if self.kpool > 1 else []
         hosted = [] if layout.seats is None else [self._in_pool(layout.block_table), layout.seats, layout.key_mapping]
         arrays += [*hosted, *(extra for extra in (layout.context_lens, layout.sources) if extra is not None)]
+        arrays += [array for planned in rounds for array in planned.arrays()]
         placed = iter(self.place(arrays))
         ids, positions, token_rows, slot_mapping, table, slots_dev, starts_dev = (next(placed) for _ in range(7))
         rings: dict[int, RingPlan] = {
@@ -304,6 +317,7 @@ class StepInputsBuilder:
             host_slots=host_slots,
             conv=rings.get(self.conv_size),
             pools=pools,
+            rounds=tuple(planned.placed(placed) for planned in rounds),
         )
 
 

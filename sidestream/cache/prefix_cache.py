@@ -7,7 +7,9 @@ thousands of tokens of KV, so it is taken where it promises to be of use:
 - at the last full block of what a sequence prefills;
 - where prefixes part or end, as the tree of all cached and unfinished prefixes shows;
 - every ``snapshot_interval`` blocks, if asked for;
-- at the last block boundary of what was generated, for the next turn of a conversation: each replaces the one before.
+- at the last block boundary of what was generated, for the next turn of a conversation: each replaces the one before;
+- behind the first 128, 256, 512 and so on tokens, on the guess that others begin alike and part somewhere behind it.
+  That is as good for all prompts, so whoever shares 128 tokens or more takes over more than half of them.
 
 What a planned step computes counts as cached from then on: steps run in order, so whoever is planned later finds it.
 """
@@ -22,7 +24,11 @@ from sidestream.cache.block_pool import BlockPool
 from sidestream.cache.prefix_stats import PrefixStats
 from sidestream.cache.prefix_tree import PrefixNode, PrefixTree, Producer
 from sidestream.cache.snapshots import SnapshotPool
+from sidestream.core.batch import MAX_SPLITS, Split
 from sidestream.core.outputs import CacheReason
+
+FIRST_GUESS_TOKENS = 128
+"""Prompts that have less in common are cheap to compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,7 @@ class PrefixCache:
         salt: what the content depends on beside the tokens: the model and its row format.
         snapshots: first slot for them and how many; None for a model without linear attention.
         snapshot_interval: blocks between snapshots within a prompt; None takes none there.
+        first_guess: tokens of the shortest prefix that is guessed to be shared.
 
     Attributes:
         blocks: the pool; whoever allocates from it evicts.
@@ -87,6 +94,7 @@ class PrefixCache:
         snapshots: tuple[int, int] | None,
         snapshot_interval: int | None,
         stats: PrefixStats,
+        first_guess: int = FIRST_GUESS_TOKENS,
     ) -> None:
         self.blocks = BlockPool(num_blocks, block_size, on_evict=self._forget_block)
         self.snapshots = None if snapshots is None else SnapshotPool(*snapshots, on_evict=self._forget_snapshot)
@@ -94,6 +102,9 @@ class PrefixCache:
         self.stats = stats
         self._salt = salt
         self._snapshot_interval = snapshot_interval
+        least = -(-first_guess // block_size)
+        guess = self.snapshots is not None and self.snapshots.most_guesses > 0
+        self._guesses = frozenset(least << power for power in range(32)) if guess else frozenset()
 
     def open(self, token_ids: Sequence[int], *, num_prompt: int, salt: str) -> CachedSequence:
         """Enter a sequence with its known tokens; marks where it parts from what is there.
@@ -166,46 +177,51 @@ class PrefixCache:
             self.snapshots.touch(hit.snapshot)
         sequence.num_published = len(hit.blocks)
 
+    def begin_step(self) -> None:
+        """What ``computed`` says from now on is of another step."""
+        if self.snapshots is not None:
+            self.snapshots.begin_step()
+
     def chunk_end(self, sequence: CachedSequence, start: int, end: int) -> int:
-        """Where a prefill chunk should end that could reach ``end``: at the first boundary with a wanted snapshot."""
+        """Where a prefill chunk should end that could reach ``end``: it can leave ``MAX_SPLITS`` states on its way."""
         if self.snapshots is None:
             return end
         size = self.blocks.block_size
-        for depth in range(start // size + 1, min((end - 1) // size, len(sequence.path)) + 1):
-            if self._wants(sequence, sequence.path[depth - 1]):
-                return depth * size
-        return end
+        wanted = self._wanted(sequence, start // size, (end - 1) // size)
+        return wanted[MAX_SPLITS].depth * size if len(wanted) > MAX_SPLITS else end
 
-    def computed(self, sequence: CachedSequence, end: int, block_ids: Sequence[int], *, decode: bool) -> int | None:
+    def computed(self, sequence: CachedSequence, end: int, block_ids: Sequence[int], *, decode: bool) -> list[Split]:
         """A step was planned that computes positions up to ``end``: publish what is known of it.
 
         Returns:
-            The slot that must take a copy of the sequence's state after that step, or None.
+            States that the step must keep, in order; the last may be that of ``end``.
         """
-        sequence.num_computed = end
+        start, sequence.num_computed = sequence.num_computed, end
         self.publish(sequence, block_ids)
+        if self.snapshots is None:
+            return []
         size = self.blocks.block_size
-        if self.snapshots is None or end % size:
-            return None
+        if not decode:
+            taken = [(node, self._take(sequence, node)) for node in self._wanted(sequence, start // size, end // size)]
+            return [Split(node.depth * size, slot) for node, slot in taken if slot is not None]
+        if end % size:
+            return []
         depth = end // size
         node = sequence.path[depth - 1] if depth <= len(sequence.path) else None
         if node is not None and node.snapshot is not None:
             self.snapshots.touch(node.snapshot)
-            return None
-        if not decode and (node is None or not self._wants(sequence, node)):
-            return None
-        if decode and not self.snapshots.num_free:
+            return []
+        if not self.snapshots.num_free:
             self._drop_generated(sequence)
         slot = self.snapshots.take()
+        self._count_taken(slot)
         if slot is None:
-            self.stats.snapshots_failed += 1
-            return None
-        self.stats.snapshots_taken += 1
+            return []
         if node is None:
             sequence.pending.append((depth, slot))
         else:
-            self._attach(sequence, node, slot, generated=decode)
-        return slot
+            self._attach(sequence, node, slot)
+        return [Split(end, slot)]
 
     def learn(self, sequence: CachedSequence, token_id: int, block_ids: Sequence[int]) -> None:
         """A generated token became known."""
@@ -224,7 +240,7 @@ class PrefixCache:
         sequence.num_published = full
         while sequence.pending and sequence.pending[0][0] <= full:
             depth, slot = sequence.pending.pop(0)
-            self._attach(sequence, sequence.path[depth - 1], slot, generated=True)
+            self._attach(sequence, sequence.path[depth - 1], slot)
 
     def lose(self, sequence: CachedSequence) -> None:
         """It does not run any more; what it published stays."""
@@ -273,24 +289,49 @@ class PrefixCache:
         node.snapshot = None
         self.stats.snapshots_evicted += 1
 
+    def _asked(self, sequence: Producer, node: PrefixNode) -> bool:
+        """Somebody will want the state there, for all that is known."""
+        every = self._snapshot_interval
+        return node.wanted or node.depth == sequence.last_full or (every is not None and node.depth % every == 0)
+
     def _wants(self, sequence: Producer, node: PrefixNode) -> bool:
         """This sequence should leave a snapshot there when it comes by."""
         if node.snapshot is not None or self.snapshots is None or not self.snapshots.count:
             return False
-        every = self._snapshot_interval
-        return node.wanted or node.depth == sequence.last_full or (every is not None and node.depth % every == 0)
+        return node.depth in self._guesses or self._asked(sequence, node)
 
-    def _attach(self, sequence: CachedSequence, node: PrefixNode, slot: int, *, generated: bool) -> None:
-        """Keep a snapshot unless there is one; of generated tokens, one that nobody wants gives way to the next."""
+    def _wanted(self, sequence: CachedSequence, first: int, last: int) -> list[PrefixNode]:
+        """Those of its blocks, numbers ``first`` to ``last - 1``, behind which it should leave a snapshot."""
+        return [node for node in sequence.path[first:last] if self._wants(sequence, node)]
+
+    def _take(self, sequence: CachedSequence, node: PrefixNode) -> int | None:
+        """A slot for the state behind a block of a prompt, kept from now on; None if there is none to be had."""
+        assert self.snapshots is not None
+        guess = not self._asked(sequence, node)
+        slot = self.snapshots.take(guess=guess)
+        if not guess or slot is not None:
+            self._count_taken(slot)
+        if slot is not None:
+            assert node.block is not None, f"a state behind block {node.depth}, which is not computed"
+            self.snapshots.keep(slot, node.content, guess=guess)
+            node.snapshot = slot
+            self.stats.snapshots_guessed += guess
+        return slot
+
+    def _count_taken(self, slot: int | None) -> None:
+        self.stats.snapshots_taken += slot is not None
+        self.stats.snapshots_failed += slot is None
+
+    def _attach(self, sequence: CachedSequence, node: PrefixNode, slot: int) -> None:
+        """Keep a snapshot of generated tokens unless there is one; the one before that nobody wants gives way to it."""
         assert self.snapshots is not None
         if node.snapshot is not None or node.block is None:
             self.snapshots.drop(slot)
             return
         self.snapshots.keep(slot, node.content)
         node.snapshot = slot
-        if generated:
-            self._drop_generated(sequence)
-            sequence.generated = node
+        self._drop_generated(sequence)
+        sequence.generated = node
 
     def _drop_generated(self, sequence: CachedSequence) -> None:
         """The sequence has a later snapshot of what it generated, and nobody else asked for this one."""

@@ -20,6 +20,7 @@ class PrefixStats:
         waited, wait_steps, gave_up: sequences that waited for a prefix in flight, for how many steps in all, and those
             that waited in vain until the bound.
         snapshots_taken, snapshots_restored, snapshots_evicted: copies of state, and copies given up for others.
+        snapshots_guessed: of those taken, the ones that nobody had asked for.
         snapshots_failed: wanted when every slot for them was being written.
         blocks_evicted: published blocks that were handed out for other content.
     """
@@ -34,6 +35,7 @@ class PrefixStats:
     wait_steps: int = 0
     gave_up: int = 0
     snapshots_taken: int = 0
+    snapshots_guessed: int = 0
     snapshots_restored: int = 0
     snapshots_evicted: int = 0
     snapshots_failed: int = 0

@@ -41,7 +41,7 @@ class EngineConfig:
         num_prefix_snapshots: slots for copies of that state; None is two for each of ``max_num_seqs``, and no more than
             a tenth of the memory left for caches. Models without linear attention need none.
         prefix_snapshot_interval: blocks between such copies within a prompt; None takes them only where prompts end or
-            part. Each ends a prefill chunk.
+            part, and behind the first 128, 256, 512 and so on tokens.
         hisparse_host_memory: host memory for KV rows that leave the device when it is short of room (HiSparse): bytes
             ("64GiB") or a share of the machine's ("40%"); None keeps all rows on the device. Index keys and the state
             of linear attention always stay there.

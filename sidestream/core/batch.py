@@ -15,6 +15,18 @@ SCRATCH_SLOT = 0
 """State slot of padding rows; never owned by a sequence."""
 
 
+MAX_SPLITS = 7
+"""States that a chunk leaves on its way, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The state of linear attention that a sequence has behind ``position`` tokens goes to ``slot``."""
+
+    position: int
+    slot: int
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Tokens ``[start, start + length)`` of one sequence, to be run in one step.
@@ -31,6 +43,9 @@ class Chunk:
     """A continuation of a sequence whose prompt is done: never a first chunk, even when that has one token."""
     samples: bool
     """The chunk reaches the last known token, so a next token is sampled from its last row."""
+    splits: tuple[Split, ...] = ()
+    """States to be kept of positions inside the chunk, which are the ends of blocks, in order; ``MAX_SPLITS`` at
+    most, and none of a decode."""
 
     @property
     def end(self) -> int:
@@ -66,7 +81,7 @@ class ScheduledStep:
     restores: tuple[SlotCopy, ...] = ()
     """Snapshots that sequences continue from: copied, in order, before the step runs."""
     snapshots: tuple[SlotCopy, ...] = ()
-    """States that others may continue from: copied, in order, after the step."""
+    """States at the ends of chunks that others may continue from: copied, in order, after the step."""
 
     @property
     def num_tokens(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sidestream.cache.prefix_cache import FIRST_GUESS_TOKENS
 from sidestream.core.request import Request
 from sidestream.errors import CapacityError, ConfigError, RequestError
 
@@ -31,6 +32,8 @@ class SchedulerConfig:
         needs_snapshots: some layer has state that blocks do not hold, so a prefix needs a snapshot too.
         num_snapshots: slots for them, behind the ``num_slots`` others.
         snapshot_interval: blocks between snapshots within a prompt; None takes them only where prompts end or part.
+        first_guess: tokens of the shortest prefix that is guessed to be shared: a snapshot is taken behind it, and
+            behind each of twice the length.
         prefix_salt: what cached content depends on beside the tokens.
         shared_prefix_wait: steps that a sequence waits at most for one that computes the same prefix.
     Raises:
@@ -51,6 +54,7 @@ class SchedulerConfig:
     needs_snapshots: bool = False
     num_snapshots: int = 0
     snapshot_interval: int | None = None
+    first_guess: int = FIRST_GUESS_TOKENS
     prefix_salt: bytes = b""
     shared_prefix_wait: int = DEFAULT_SHARED_PREFIX_WAIT
 
@@ -63,10 +67,11 @@ class SchedulerConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}, at least {limit} is needed")
         if self.prefix_caching and not self.uses_blocks:
             raise ConfigError("prefix_caching is on, but no layer keeps KV blocks that could be shared")
-        if self.num_snapshots < 0 or self.shared_prefix_wait < 0 or (self.snapshot_interval or 1) < 1:
+        apart = min(self.snapshot_interval or 1, self.first_guess)
+        if self.num_snapshots < 0 or self.shared_prefix_wait < 0 or apart < 1:
             raise ConfigError(
                 f"num_snapshots {self.num_snapshots} and shared_prefix_wait {self.shared_prefix_wait} must be at least "
-                f"0, snapshot_interval {self.snapshot_interval} at least 1"
+                f"0, snapshot_interval {self.snapshot_interval} and first_guess {self.first_guess} at least 1"
             )
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark is {self.watermark}, allowed is a share from 0 to below 1")

@@ -9,7 +9,7 @@ from itertools import islice
 from sidestream.cache.block_pool import BlockPool
 from sidestream.cache.prefix_cache import Hit, PrefixCache
 from sidestream.cache.prefix_stats import PrefixStats
-from sidestream.core.batch import Admission, SlotCopy
+from sidestream.core.batch import Admission, SlotCopy, Split
 from sidestream.core.outputs import CacheReason
 from sidestream.scheduler.config import SchedulerConfig
 from sidestream.scheduler.sequence import NO_HIT, Sequence
@@ -37,6 +37,7 @@ class Prefixes:
                 salt=config.prefix_salt,
                 snapshots=(config.num_slots, config.num_snapshots) if config.needs_snapshots else None,
                 snapshot_interval=config.snapshot_interval,
+                first_guess=config.first_guess,
                 stats=stats,
             )
             self.blocks = self._cache.blocks
@@ -115,7 +116,7 @@ class Prefixes:
         return Admission(sequence.request_id, hit.num_tokens, hit.reason)
 
     def chunk(self, sequence: Sequence, most: int) -> int:
-        """Tokens of its next prefill chunk: at most so many, and none behind a boundary whose state is wanted."""
+        """Tokens of its next prefill chunk: at most so many, and with no more states on its way than it can leave."""
         start = sequence.prefill_start
         end = min(sequence.prefill_target, start + most)
         if self._cache is not None and sequence.prefix is not None and end > start:
@@ -131,12 +132,19 @@ class Prefixes:
         self._stats.snapshots_restored += 1
         return [copy]
 
-    def computed(self, sequence: Sequence, *, decode: bool) -> list[SlotCopy]:
-        """A chunk was planned up to ``num_computed``; what must be copied after it."""
+    def begin_step(self) -> None:
+        """The chunks of another step are planned."""
+        if self._cache is not None:
+            self._cache.begin_step()
+
+    def computed(self, sequence: Sequence, *, decode: bool) -> tuple[tuple[Split, ...], list[SlotCopy]]:
+        """A chunk was planned up to ``num_computed``; the states to be kept within it, and what is copied after it."""
         if self._cache is None or sequence.prefix is None:
-            return []
-        slot = self._cache.computed(sequence.prefix, sequence.num_computed, sequence.block_ids, decode=decode)
-        return [] if slot is None else [SlotCopy(sequence.slot, slot)]
+            return (), []
+        end = sequence.num_computed
+        splits = self._cache.computed(sequence.prefix, end, sequence.block_ids, decode=decode)
+        last = splits.pop() if splits and splits[-1].position == end else None
+        return tuple(splits), [] if last is None else [SlotCopy(sequence.slot, last.slot)]
 
     def learn(self, sequence: Sequence, token_id: int) -> None:
         """A token of it was committed."""

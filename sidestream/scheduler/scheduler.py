@@ -333,22 +333,25 @@ class Scheduler:
         chunks, sampling = [], []
         restores: list[SlotCopy] = []
         snapshots: list[SlotCopy] = []
+        self._prefixes.begin_step()
         for sequence, length in plan.items():
-            start = sequence.num_computed
+            start, decode = sequence.num_computed, not sequence.is_prefilling
             samples = start + length == sequence.num_known
+            restores += self._prefixes.restore(sequence)
+            sequence.num_computed += length
+            splits, copies = self._prefixes.computed(sequence, decode=decode)
+            snapshots += copies
             chunk = Chunk(
                 request_id=sequence.request_id,
                 start=start,
                 length=length,
                 block_ids=sequence.block_ids,
                 slot=sequence.slot,
-                is_decode=not sequence.is_prefilling,
+                is_decode=decode,
                 samples=samples,
+                splits=splits,
             )
             chunks.append(chunk)
-            restores += self._prefixes.restore(sequence)
-            sequence.num_computed += length
-            snapshots += self._prefixes.computed(sequence, decode=chunk.is_decode)
             if samples:
                 sequence.num_in_flight += 1
                 sampling.append(sequence)

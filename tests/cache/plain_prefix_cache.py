@@ -21,6 +21,8 @@ class PlainSequence:
     blocks: list[PlainBlock] = field(default_factory=list)
     published: int = 0
     pending: list[int] = field(default_factory=list)
+    fresh: set[int] = field(default_factory=set)
+    """Those of ``pending`` that the step being planned writes."""
     generated: Prefix | None = None
 
 
@@ -29,18 +31,32 @@ class PlainPrefixCache:
 
     Attributes:
         free: blocks without owners, the next to be handed out first.
-        kept: prefixes with a snapshot, least recently used first.
+        proven: prefixes with a snapshot that was asked for or used, least recently used first.
+        guesses: prefixes with another one, oldest first; a quarter of the snapshots at most.
+        written: prefixes whose snapshot is written by the step being planned, which keeps it.
     """
 
-    def __init__(self, num_blocks: int, size: int, *, snapshots: int | None, every: int | None) -> None:
+    def __init__(self, num_blocks: int, size: int, *, snapshots: int | None, every: int | None, guess: int) -> None:
         self.size = size
+        self.guess = guess
         self.snapshots = snapshots
         self.every = every
         self.free = [PlainBlock() for _ in range(num_blocks)]
         self.live: list[PlainSequence] = []
-        self.kept: list[Prefix] = []
+        self.proven: list[Prefix] = []
+        self.guesses: list[Prefix] = []
+        self.written: set[Prefix] = set()
         self.wanted: set[Prefix] = set()
         self.cached: dict[Prefix, PlainBlock] = {}
+
+    @property
+    def kept(self) -> list[Prefix]:
+        return self.proven + self.guesses
+
+    def begin_step(self) -> None:
+        self.written.clear()
+        for sequence in self.live:
+            sequence.fresh.clear()
 
     def open(self, tokens: list[int]) -> PlainSequence:
         sequence = PlainSequence(list(tokens))
@@ -78,12 +94,9 @@ class PlainPrefixCache:
         sequence.published = hit
 
     def chunk_end(self, sequence: PlainSequence, end: int) -> int:
-        """Where a prefill chunk that could reach ``end`` stops."""
-        first = sequence.computed // self.size * self.size + self.size
-        for boundary in range(first, min(end, len(sequence.tokens) + 1), self.size):
-            if self._wants(sequence, boundary):
-                return boundary
-        return end
+        """Where a prefill chunk that could reach ``end`` stops: it leaves seven states on its way at most."""
+        within = self._wanted(sequence, sequence.computed, end - 1)
+        return within[7] if len(within) > 7 else end
 
     def grow(self, sequence: PlainSequence, end: int) -> bool:
         """Blocks for positions up to ``end``; False if there are too few."""
@@ -93,31 +106,31 @@ class PlainPrefixCache:
         sequence.blocks += [self._take_block() for _ in range(missing)]
         return True
 
-    def compute(self, sequence: PlainSequence, end: int, *, decode: bool) -> bool:
-        """Positions up to ``end`` are computed; whether a snapshot is taken behind them."""
-        sequence.computed = end
+    def compute(self, sequence: PlainSequence, end: int, *, decode: bool) -> list[int]:
+        """Positions up to ``end`` are computed; behind which of them a snapshot is taken."""
+        start, sequence.computed = sequence.computed, end
         self.publish(sequence)
-        if self.snapshots is None or end % self.size:
-            return False
+        if self.snapshots is None:
+            return []
+        if not decode:
+            return [place for place in self._wanted(sequence, start, end) if self._take(sequence, place)]
+        if end % self.size:
+            return []
         known = end <= len(sequence.tokens)
         prefix = tuple(sequence.tokens[:end])
         if known and prefix in self.kept:
             self._touch(prefix)
-            return False
-        if not decode and not self._wants(sequence, end):
-            return False
-        taken = sum(len(other.pending) for other in self.live)
-        if len(self.kept) + taken == self.snapshots and decode:
+            return []
+        if self._full():
             self._drop_generated(sequence)
-        if len(self.kept) + taken == self.snapshots:
-            if not self.kept:
-                return False
-            self.kept.pop(0)
+        if self._full() and not self._evict(self.proven) and not self._evict(self.guesses):
+            return []
         if known:
-            self._keep(sequence, prefix, generated=decode)
+            self._keep(sequence, prefix, fresh=True)
         else:
             sequence.pending.append(end)
-        return True
+            sequence.fresh.add(end)
+        return [end]
 
     def learn(self, sequence: PlainSequence, token: int) -> None:
         sequence.tokens.append(token)
@@ -139,7 +152,8 @@ class PlainPrefixCache:
             self.cached[prefix] = block
         sequence.published = max(sequence.published, until)
         while sequence.pending and sequence.pending[0] <= sequence.published:
-            self._keep(sequence, tuple(sequence.tokens[: sequence.pending.pop(0)]), generated=True)
+            end = sequence.pending.pop(0)
+            self._keep(sequence, tuple(sequence.tokens[:end]), fresh=end in sequence.fresh)
 
     def lose(self, sequence: PlainSequence) -> None:
         for block in reversed(sequence.blocks):
@@ -147,6 +161,7 @@ class PlainPrefixCache:
             if not block.owners:
                 self.free.insert(0 if block.content is None else len(self.free), block)
         sequence.blocks, sequence.pending, sequence.generated = [], [], None
+        sequence.fresh.clear()
         sequence.computed = sequence.published = 0
 
     def close(self, sequence: PlainSequence) -> None:
@@ -169,34 +184,69 @@ class PlainPrefixCache:
         if block.content is not None:
             del self.cached[block.content]
             if block.content in self.kept:
-                self.kept.remove(block.content)
+                self._drop(block.content)
             block.content = None
             self._forget_wishes()
         return block
 
-    def _wants(self, sequence: PlainSequence, end: int) -> bool:
-        prefix = tuple(sequence.tokens[:end])
-        if prefix in self.kept or not self.snapshots or end > len(sequence.tokens):
-            return False
-        last = sequence.target // self.size * self.size
-        return prefix in self.wanted or end == last or (self.every is not None and end // self.size % self.every == 0)
+    def _wanted(self, sequence: PlainSequence, start: int, end: int) -> list[int]:
+        """Block ends behind ``start``, up to ``end``, at which the sequence should leave a snapshot."""
+        ends = range(start // self.size * self.size + self.size, min(end, len(sequence.tokens)) + 1, self.size)
+        fit = [e for e in ends if self._asked(sequence, e) or (self._is_guess(e) and (self.snapshots or 0) >= 4)]
+        return [e for e in fit if self.snapshots and tuple(sequence.tokens[:e]) not in self.kept]
 
-    def _keep(self, sequence: PlainSequence, prefix: Prefix, *, generated: bool) -> None:
+    def _asked(self, sequence: PlainSequence, end: int) -> bool:
+        last = sequence.target // self.size * self.size
+        wanted = tuple(sequence.tokens[:end]) in self.wanted
+        return wanted or end == last or (self.every is not None and end // self.size % self.every == 0)
+
+    def _is_guess(self, end: int) -> bool:
+        return end in {-(-self.guess // self.size) * self.size * 2**power for power in range(10)}
+
+    def _take(self, sequence: PlainSequence, end: int) -> bool:
+        """A snapshot behind a block of a prompt; whether there was room."""
+        assert self.snapshots is not None
+        guess = not self._asked(sequence, end)
+        if guess and len(self.guesses) >= self.snapshots // 4:
+            room = self._evict(self.guesses)
+        else:
+            room = not self._full() or self._evict(self.proven) or (not guess and self._evict(self.guesses))
+        if room:
+            prefix = tuple(sequence.tokens[:end])
+            (self.guesses if guess else self.proven).append(prefix)
+            self.written.add(prefix)
+        return room
+
+    def _full(self) -> bool:
+        return len(self.kept) + sum(len(other.pending) for other in self.live) == self.snapshots
+
+    def _evict(self, some: list[Prefix]) -> bool:
+        if not some or some[0] in self.written:
+            return False
+        some.pop(0)
+        return True
+
+    def _keep(self, sequence: PlainSequence, prefix: Prefix, *, fresh: bool) -> None:
         if prefix in self.kept:
             return
-        self.kept.append(prefix)
-        if generated:
-            self._drop_generated(sequence)
-            sequence.generated = prefix
+        self.proven.append(prefix)
+        if fresh:
+            self.written.add(prefix)
+        self._drop_generated(sequence)
+        sequence.generated = prefix
 
     def _drop_generated(self, sequence: PlainSequence) -> None:
         prefix, sequence.generated = sequence.generated, None
         if prefix is not None and prefix in self.kept and prefix not in self.wanted:
-            self.kept.remove(prefix)
+            self._drop(prefix)
+
+    def _drop(self, prefix: Prefix) -> None:
+        (self.guesses if prefix in self.guesses else self.proven).remove(prefix)
+        self.written.discard(prefix)
 
     def _touch(self, prefix: Prefix) -> None:
-        self.kept.remove(prefix)
-        self.kept.append(prefix)
+        (self.guesses if prefix in self.guesses else self.proven).remove(prefix)
+        self.proven.append(prefix)
 
     def _exists(self, prefix: Prefix) -> bool:
         """Some unfinished sequence or cached block has it, or continues it."""

@@ -11,19 +11,23 @@ from sidestream.cache.block_hashes import BlockHashes, block_hashes, chain_root
 from sidestream.cache.prefix_cache import CachedSequence, PrefixCache
 from sidestream.cache.prefix_stats import PrefixStats
 from sidestream.cache.snapshots import SnapshotPool
+from sidestream.core.batch import Split
 from sidestream.core.outputs import CacheReason
 from tests.cache.plain_prefix_cache import PlainBlock, PlainPrefixCache, PlainSequence
 
 SIZE, FIRST = 2, 5
 
 
-def make_cache(num_blocks: int, *, snapshots: int | None = None, every: int | None = None) -> PrefixCache:
+def make_cache(
+    num_blocks: int, *, snapshots: int | None = None, every: int | None = None, guess: int = 128
+) -> PrefixCache:
     return PrefixCache(
         num_blocks,
         SIZE,
         salt=b"model",
         snapshots=None if snapshots is None else (FIRST, snapshots),
         snapshot_interval=every,
+        first_guess=guess,
         stats=PrefixStats(),
     )
 
@@ -42,10 +46,12 @@ class Pair:
 class Both:
     """Does everything twice, and compares all that can be seen."""
 
-    def __init__(self, rng: random.Random, *, blocks: int, snapshots: int | None, every: int | None) -> None:
+    def __init__(
+        self, rng: random.Random, *, blocks: int, snapshots: int | None, every: int | None, guess: int
+    ) -> None:
         self.rng = rng
-        self.real = make_cache(blocks + 1, snapshots=snapshots, every=every)
-        self.plain = PlainPrefixCache(blocks, SIZE, snapshots=snapshots, every=every)
+        self.real = make_cache(blocks + 1, snapshots=snapshots, every=every, guess=guess)
+        self.plain = PlainPrefixCache(blocks, SIZE, snapshots=snapshots, every=every, guess=guess)
         self.pairs: list[Pair] = []
         self.strangers: list[tuple[list[int], list[PlainBlock]]] = []
         self.hits = self.done = 0
@@ -85,8 +91,11 @@ class Both:
                 self.preempt()
                 continue
             pair.blocks += self.real.blocks.allocate(-(-end // SIZE) - len(pair.blocks)) or []
+            if self.rng.random() < 0.5:
+                self.real.begin_step()
+                self.plain.begin_step()
             taken = self.real.computed(pair.real, end, pair.blocks, decode=decode)
-            assert (taken is not None) == self.plain.compute(pair.plain, end, decode=decode)
+            assert [split.position for split in taken] == self.plain.compute(pair.plain, end, decode=decode)
 
     def learn(self) -> None:
         for pair in self.pick(running=True):
@@ -143,14 +152,23 @@ class Both:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "snapshots", "every"),
-    [(12, None, None), (20, 0, None), (20, 1, None), (16, 3, None), (40, 6, None), (24, 4, 2)],
+    ("blocks", "snapshots", "every", "guess"),
+    [
+        (12, None, None, 2),
+        (20, 0, None, 2),
+        (20, 1, None, 2),
+        (16, 3, None, 2),
+        (40, 6, None, 128),
+        (40, 9, None, 3),
+        (24, 4, 2, 2),
+        (50, 16, 1, 2),
+    ],
 )
 def test_ten_thousand_random_operations_go_as_in_the_plain_model(
-    blocks: int, snapshots: int | None, every: int | None
+    blocks: int, snapshots: int | None, every: int | None, guess: int
 ) -> None:
     rng = random.Random(blocks)
-    both = Both(rng, blocks=blocks, snapshots=snapshots, every=every)
+    both = Both(rng, blocks=blocks, snapshots=snapshots, every=every, guess=guess)
     operations = [both.submit, both.admit, both.compute, both.compute, both.compute, both.learn, both.learn]
     operations += [both.preempt, both.abort, both.evict]
     for _ in range(10_000):
@@ -163,6 +181,8 @@ def test_ten_thousand_random_operations_go_as_in_the_plain_model(
     assert both.hits > 20 if snapshots != 0 else both.hits == 0
     assert stats.blocks_evicted > 50
     assert not snapshots or stats.snapshots_evicted > 20
+    guessing = (snapshots or 0) >= 4 and guess < 128 and every != 1
+    assert stats.snapshots_guessed > 20 if guessing else stats.snapshots_guessed == 0
     while both.pairs:
         both.abort()
     while both.strangers:
@@ -191,6 +211,8 @@ def test_a_snapshot_pool_evicts_the_least_recently_used_and_never_one_being_writ
     pool.keep(5, b"a")
     pool.keep(7, b"b")
     pool.touch(5)
+    assert pool.take() is None, "all were written in this step"
+    pool.begin_step()
     assert pool.take() == 7
     assert evicted == [(7, b"b")]
     pool.drop(6)
@@ -198,6 +220,54 @@ def test_a_snapshot_pool_evicts_the_least_recently_used_and_never_one_being_writ
     pool.check_integrity(taken=[7], kept=[(5, b"a")])
     with pytest.raises(AssertionError, match="owners hold"):
         pool.check_integrity(taken=[], kept=[(5, b"a")])
+
+
+def test_guesses_have_a_quarter_of_the_snapshots_until_they_are_used() -> None:
+    evicted: list[bytes] = []
+    pool = SnapshotPool(0, 8, on_evict=lambda slot, content: evicted.append(content))
+
+    def keep(content: bytes, *, guess: bool) -> int | None:
+        pool.begin_step()
+        slot = pool.take(guess=guess)
+        if slot is not None:
+            pool.keep(slot, content, guess=guess)
+        return slot
+
+    guesses = [keep(name, guess=True) for name in (b"g0", b"g1", b"g2")]
+    assert evicted == [b"g0"], "free slots are for others"
+    assert guesses[0] == guesses[2]
+    pool.touch(guesses[2] or 0)
+    third = keep(b"g3", guess=True)
+    assert evicted == [b"g0"], "the used one counts no more as a guess"
+    for i in range(6):
+        keep(b"p%d" % i, guess=False)
+    assert evicted == [b"g0", b"g2"], "the oldest of the proven ones, though guesses are there"
+    keep(b"g4", guess=True)
+    assert evicted[2:] == [b"g1"]
+    for _ in range(5):
+        pool.begin_step()
+        pool.take()
+    pool.begin_step()
+    assert pool.take() is not None
+    assert pool.take() == third, "the last to make room for what was asked for"
+    assert evicted[-1] == b"g3"
+
+
+def test_a_chunk_leaves_seven_states_on_its_way_and_ends_at_the_eighth() -> None:
+    cache = make_cache(40, snapshots=20, every=1)
+    tokens = list(range(40))
+    sequence = cache.open(tokens, num_prompt=40, salt="")
+    hit = cache.find(sequence, 40)
+    cache.claim(sequence, hit, 40)
+    cache.admit(sequence, hit)
+    blocks = cache.blocks.allocate(20) or []
+    assert cache.chunk_end(sequence, 0, 15) == 15
+    assert cache.chunk_end(sequence, 0, 16) == 16
+    assert cache.chunk_end(sequence, 0, 40) == 16
+    splits = cache.computed(sequence, 16, blocks, decode=False)
+    assert [split.position for split in splits] == [2, 4, 6, 8, 10, 12, 14, 16]
+    assert len({split.slot for split in splits}) == 8
+    assert cache.chunk_end(sequence, 16, 31) == 31
 
 
 def test_a_newer_block_takes_the_place_of_a_free_one_of_equal_content() -> None:
@@ -235,9 +305,8 @@ def test_reasons() -> None:
     cache.claim(first, hit, 7)
     cache.admit(first, hit)
     blocks = cache.blocks.allocate(4) or []
-    assert cache.chunk_end(first, 0, 7) == 6
-    assert cache.computed(first, 6, blocks, decode=False) == FIRST
-    assert cache.computed(first, 7, blocks, decode=False) is None
+    assert cache.chunk_end(first, 0, 7) == 7
+    assert cache.computed(first, 7, blocks, decode=False) == [Split(6, FIRST)]
     assert found([1, 2, 3, 4, 5, 6, 7]) == (6, CacheReason.NOTHING_LONGER, 3)
     assert found([1, 2, 3, 4, 5, 6]) == (0, CacheReason.NO_SNAPSHOT, 3)
     assert found([1, 2, 3, 4, 9, 9]) == (0, CacheReason.NO_SNAPSHOT, 2)

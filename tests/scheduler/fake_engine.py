@@ -6,7 +6,7 @@ import zlib
 from collections import deque
 from dataclasses import dataclass, field
 
-from sidestream.core.batch import ScheduledStep
+from sidestream.core.batch import MAX_SPLITS, ScheduledStep
 from sidestream.core.outputs import TokenEvent
 from sidestream.core.request import FinishReason, Request
 from sidestream.core.sampling_params import SamplingParams
@@ -124,6 +124,7 @@ class FakeEngine:
         kinds = [chunk.is_decode for chunk in step.chunks]
         assert kinds == sorted(kinds, reverse=True), "decodes come first"
         sampled = {}
+        written: list[int] = []
         for copy in step.restores:
             self.states[copy.target] = self.states[copy.source]
         for chunk in step.chunks:
@@ -147,8 +148,15 @@ class FakeEngine:
                 before = self.states[chunk.slot] if chunk.start else ()
                 self.states[chunk.slot] = before + tuple(own)
                 assert self.states[chunk.slot] == history, f"slot and blocks of {chunk.request_id} disagree"
+            assert len(chunk.splits) <= (0 if chunk.is_decode else MAX_SPLITS), chunk
+            for split in chunk.splits:
+                assert chunk.start < split.position < chunk.end, chunk
+                written.append(split.slot)
+                self.states[split.slot] = history[: split.position]
             if chunk.samples:
                 sampled[chunk.request_id] = next_token(history)
+        written += [copy.target for copy in step.snapshots]
+        assert len(set(written)) == len(written), "two states of one step go to the same slot, in no order"
         for copy in step.snapshots:
             self.states[copy.target] = self.states[copy.source]
         for admission in step.admitted:

@@ -48,6 +48,7 @@ def test_random_loads_that_share_get_their_own_answers(hybrid: bool) -> None:
             needs_snapshots=hybrid,
             num_snapshots=rng.randint(0, 8),
             snapshot_interval=rng.choice((None, None, 1, 3)),
+            first_guess=rng.choice((4, 8, 128)),
             shared_prefix_wait=rng.choice((0, 2, 200)),
         )
         requests = sharing_requests(rng, 30)
@@ -68,29 +69,54 @@ def test_random_loads_that_share_get_their_own_answers(hybrid: bool) -> None:
     assert restored == (hits if hybrid else 0), "never one part without the other"
 
 
-def test_a_chunk_ends_where_a_state_is_wanted() -> None:
+def chunks_of(engine: FakeEngine) -> list[tuple[int, int, list[int]]]:
+    """Start, length and the places of states within, of each chunk."""
+    chunks = [chunk for step in engine.steps for chunk in step.chunks]
+    return [(chunk.start, chunk.length, [split.position for split in chunk.splits]) for chunk in chunks]
+
+
+def test_a_chunk_leaves_states_on_its_way() -> None:
+    """No chunk more than without a cache, so no step more either."""
     engine = caching(max_num_batched_tokens=40)
     engine.add(make_request("a", 30, max_tokens=1))
     engine.run()
-    assert [(c.start, c.length) for step in engine.steps for c in step.chunks] == [(0, 28), (28, 2)]
-    assert [len(step.snapshots) for step in engine.steps] == [1, 0]
+    assert chunks_of(engine) == [(0, 30, [28])]
     engine = caching(max_num_batched_tokens=40, snapshot_interval=3)
     engine.add(make_request("a", 30, max_tokens=1))
     engine.run()
-    assert [c.length for step in engine.steps for c in step.chunks] == [12, 12, 4, 2]
-
-
-def test_what_one_does_not_use_before_a_boundary_goes_to_others() -> None:
-    engine = caching(max_num_batched_tokens=16)
-    engine.add(make_request("a", 14, max_tokens=1))
-    engine.add(make_request("b", 14, max_tokens=1))
+    assert chunks_of(engine) == [(0, 30, [12, 24, 28])]
+    engine = caching(max_num_batched_tokens=40, first_guess=5)
+    engine.add(make_request("a", 30, max_tokens=1))
     engine.run()
-    assert [[c.length for c in step.chunks] for step in engine.steps] == [[8, 8], [4, 4], [2, 2]]
-    engine = caching(max_num_batched_tokens=16)
-    engine.add(make_request("a", 6, max_tokens=1))
-    engine.add(make_request("b", 30, max_tokens=1))
-    engine.step()
-    assert [c.length for c in engine.steps[0].chunks] == [4, 12]
+    assert chunks_of(engine) == [(0, 30, [8, 16, 28])]
+    engine = caching(max_num_batched_tokens=24)
+    engine.add(make_request("a", 24, max_tokens=1))
+    engine.run()
+    assert chunks_of(engine) == [(0, 24, [])]
+    assert [len(step.snapshots) for step in engine.steps] == [1], "at a chunk's end a copy of the slot does"
+
+
+def test_a_chunk_with_too_many_states_ends_at_one_of_them() -> None:
+    engine = caching(max_num_batched_tokens=100, snapshot_interval=1, num_snapshots=30)
+    engine.add(make_request("a", 70, max_tokens=1))
+    engine.run()
+    assert [(start, length) for start, length, _ in chunks_of(engine)] == [(0, 32), (32, 32), (64, 6)]
+    assert engine.scheduler.prefix_stats.snapshots_taken == 17
+
+
+@pytest.mark.parametrize("tail", [1, 4, 5, 60])
+def test_the_first_follower_hits_though_the_first_prompt_has_ended(tail: int) -> None:
+    """Nobody could know where they would part. More than half of what they share is taken over, all of it by the
+    third: the second leaves the state where they part."""
+    for shared in range(8, 70, 4):
+        engine = caching(max_num_batched_tokens=40, first_guess=8, num_snapshots=16, num_blocks=200)
+        stem = tuple(range(10, 10 + shared))
+        for name in "abc":
+            engine.add(make_request(name, (*stem, *([ord(name) % 7] * tail)), max_tokens=1))
+            engine.run()
+        whole = shared // 4 * 4
+        assert engine.cached["b"] * 2 > whole
+        assert engine.cached["c"] == whole
 
 
 def test_without_linear_attention_no_chunk_ends_early() -> None:

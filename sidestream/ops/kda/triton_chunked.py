@@ -47,11 +47,11 @@ class Launch:
     stages: int = 3
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=16)
 def _tables(
     slots: tuple[int, ...], starts: tuple[int, ...], lengths: tuple[int, ...], versions: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 on the device. All layers of a step ask for the same.
+    """int64 on the device. All layers of a step ask for the same, once for each of its rounds.
 
     Returns:
         chunks [N, 2]: first token, tokens; sequences [R, 6]: first chunk, chunks, row of the states [slots * versions]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sidestream.config.engine import EngineConfig
-from sidestream.core.batch import Chunk, SlotCopy
+from sidestream.core.batch import Chunk, SlotCopy, Split
 from sidestream.core.outputs import CacheReason
 from sidestream.core.request import FinishReason, Request
 from sidestream.core.sampling_params import SamplingParams
@@ -29,11 +29,12 @@ VOCAB = 136
 
 @dataclass(frozen=True)
 class Computed:
-    """Positions from ``start`` of these tokens, in one step of their own."""
+    """Positions from ``start`` of these tokens, in one step of their own; at ``splits`` states were kept."""
 
     tokens: tuple[int, ...]
     start: int
     is_decode: bool
+    splits: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -163,10 +164,12 @@ class Serving:
                 taken_over = [self._blocks[block] for block in chunk.block_ids[: chunk.start // BLOCK]]
                 served.recipe = Recipe(taken_over, self._slots.get(chunk.slot) if chunk.start else None)
             tokens = (*served.sequence[: chunk.start], *token_ids[row : row + chunk.length])
-            served.recipe.own.append(Computed(tokens, chunk.start, chunk.is_decode))
+            splits = tuple(split.position for split in chunk.splits)
+            served.recipe.own.append(Computed(tokens, chunk.start, chunk.is_decode, splits))
             for place in range(chunk.start // BLOCK, len(chunk.block_ids)):
                 self._blocks[chunk.block_ids[place]] = served.recipe, place
             self._slots[chunk.slot] = served.recipe, chunk.end
+            self._slots.update({split.slot: (served.recipe, split.position) for split in chunk.splits})
             served.rows.update({chunk.start + i: rows[row + i] for i in range(chunk.length)})
             row += chunk.length
         return output
@@ -176,7 +179,7 @@ class Replay:
     """Runs recipes on an engine without a prefix cache: every sequence anew, with blocks and a slot of its own."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        self._engine = Serving(folder, enable_prefix_caching=False, num_blocks=600, max_num_seqs=32, **settings)
+        self._engine = Serving(folder, enable_prefix_caching=False, num_blocks=600, max_num_seqs=100, **settings)
         self._done: dict[Recipe, list[int]] = {}
         self._num_blocks = self._num_slots = 0
 
@@ -190,26 +193,31 @@ class Replay:
         return rows
 
     def _run(self, recipe: Recipe, end: int, rows: dict[int, torch.Tensor] | None = None) -> tuple[list[int], int]:
-        """Blocks and slot of a sequence that ran up to a chunk's end."""
+        """Blocks of a sequence, and the slot with its state behind ``end`` tokens: the end of a chunk, or a split."""
         blocks = [self._blocks_of(other)[place] for other, place in recipe.blocks]
-        if recipe.state is None:
-            self._num_slots += 1
-            slot = self._num_slots
-        else:
-            slot = self._run(*recipe.state)[1]
+        slot = self._new_slot() if recipe.state is None else self._run(*recipe.state)[1]
         for computed in recipe.own:
             tokens = computed.tokens[computed.start :]
-            if len(computed.tokens) > end:
+            if computed.start >= end:
                 break
             while len(blocks) * BLOCK < len(computed.tokens):
                 self._num_blocks += 1
                 blocks.append(self._num_blocks)
-            chunk = Chunk("", computed.start, len(tokens), tuple(blocks), slot, computed.is_decode, False)
+            splits = tuple(Split(position, self._new_slot()) for position in computed.splits)
+            chunk = Chunk("", computed.start, len(tokens), tuple(blocks), slot, computed.is_decode, False, splits)
             output = self._engine.forward([chunk], tokens)
             if rows is not None:
                 logits = self._engine.built.runner.logits(output, range(len(tokens))).log_softmax(-1)
                 rows.update({computed.start + i: logits[i] for i in range(len(tokens))})
+            for split in splits:
+                if split.position == end:
+                    return blocks, split.slot
+            assert len(computed.tokens) <= end, f"no state was kept behind {end} tokens"
         return blocks, slot
+
+    def _new_slot(self) -> int:
+        self._num_slots += 1
+        return self._num_slots
 
     def _blocks_of(self, recipe: Recipe) -> list[int]:
         if recipe not in self._done:

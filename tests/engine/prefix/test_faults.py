@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sidestream.cache.prefix_cache import PrefixCache
 from sidestream.cache.prefix_tree import PrefixNode
+from sidestream.core.batch import SlotCopy
+from sidestream.layers import kda
 from tests.engine.prefix.serving import Served, Serving
 from tests.engine.prefix.test_prompts import SUFFIX, Model, P
 
@@ -19,19 +22,27 @@ def no_copies(patch: pytest.MonkeyPatch, serving: Serving) -> None:
     patch.setattr(serving.core._pools, "copy_slots", lambda copies: None)
 
 
-def state_of_the_prompts_end(patch: pytest.MonkeyPatch, serving: Serving) -> None:
-    """Chunks do not end at boundaries, and the state behind the whole prompt is kept for the last of them."""
-    cache = serving.core.scheduler._prefixes._cache
-    assert cache is not None
-    real = cache.computed
+def state_of_the_chunks_end(patch: pytest.MonkeyPatch, serving: Serving) -> None:
+    """The state behind the whole chunk is kept for a boundary within it."""
+    prefixes = serving.core.scheduler._prefixes
+    real = prefixes.computed
 
-    def computed(sequence: Any, end: int, block_ids: Any, *, decode: bool) -> int | None:
-        slot = real(sequence, end // 16 * 16, block_ids, decode=decode)
-        sequence.num_computed = end
-        return slot
+    def computed(sequence: Any, *, decode: bool) -> tuple[tuple[()], list[SlotCopy]]:
+        splits, copies = real(sequence, decode=decode)
+        return (), [*copies, *(SlotCopy(sequence.slot, split.slot) for split in splits)]
 
-    patch.setattr(cache, "chunk_end", lambda sequence, start, end: end)
-    patch.setattr(cache, "computed", computed)
+    patch.setattr(prefixes, "computed", computed)
+
+
+def half_a_state(patch: pytest.MonkeyPatch, serving: Serving) -> None:
+    """Within a chunk the inputs of the convolution are not kept."""
+    real = kda.copy_slots
+
+    def copy_slots(target: torch.Tensor, source: torch.Tensor, **kw: Any) -> None:
+        if target.dim() > 3:
+            real(target, source, **kw)
+
+    patch.setattr(kda, "copy_slots", copy_slots)
 
 
 def blocks_of_equal_tokens_behind_other_prefixes(patch: pytest.MonkeyPatch, serving: Serving) -> None:
@@ -68,7 +79,8 @@ def a_hit_without_its_state(patch: pytest.MonkeyPatch, serving: Serving) -> None
 
 FAULTS: tuple[tuple[Callable[[pytest.MonkeyPatch, Serving], None], str], ...] = (
     (no_copies, "position|behind the best|not finite"),
-    (state_of_the_prompts_end, "position|behind the best"),
+    (state_of_the_chunks_end, "position|behind the best"),
+    (half_a_state, "position|behind the best|not finite"),
     (blocks_of_equal_tokens_behind_other_prefixes, "of a path has depth"),
     (a_hit_without_its_state, "position|behind the best|not finite"),
 )

@@ -12,8 +12,8 @@ from sidestream import LLM, SamplingParams
 from sidestream.core.outputs import CacheReason
 from sidestream.errors import RequestError
 from tests.engine.harness import random_sequences
-from tests.engine.prefix.serving import BLOCK, VOCAB, Serving
-from tests.engine.prefix.test_prompts import HYBRID, Model
+from tests.engine.prefix.serving import BLOCK, VOCAB, Replay, Serving
+from tests.engine.prefix.test_prompts import HYBRID, Model, check_bits
 
 STEM, ONE, TWO, THREE, ELSE = random_sequences((128, 40, 40, 40, 130), vocab=VOCAB, seed=6)
 
@@ -175,13 +175,29 @@ def test_what_is_cached_stays_bit_for_bit(model: Model, suffix: int) -> None:
         assert torch.equal(old, now)
 
 
-def test_a_shared_prefix_with_long_tails_hits_from_the_first_follower_on(model: Model) -> None:
-    """One after the other: a snapshot interval leaves the state where nobody could know that prompts would part."""
-    serving = Serving(model.folder, prefix_snapshot_interval=4)
+@pytest.mark.parametrize("budget", [48, 256])
+def test_a_shared_prefix_with_long_tails_hits_from_the_first_follower_on(model: Model, budget: int) -> None:
+    """One after the other: nobody could know that prompts would part behind the stem, so it was guessed."""
+    serving = Serving(model.folder, max_num_batched_tokens=budget)
+    uncached = Replay(model.folder)
     for i, tail in enumerate((ONE, TWO, THREE)):
         served = serving.serve(f"r{i}", [*STEM, *tail])
         assert served.cached_tokens == (128 if i else 0)
         model.check(served)
+        check_bits(uncached, served)
+    assert serving.core.scheduler.prefix_stats.snapshots_guessed == (1 if model.name in HYBRID else 0)
+
+
+def test_the_first_follower_takes_over_more_than_half(model: Model) -> None:
+    """The second is given all of it, for the first follower left the state where prompts part."""
+    serving = Serving(model.folder)
+    uncached = Replay(model.folder)
+    stem = [*STEM, *ELSE[:100]]
+    for i, (tail, linear) in enumerate(((ONE, 0), (TWO, 128), (THREE, 224))):
+        served = serving.serve(f"r{i}", [*stem, *tail])
+        assert served.cached_tokens == (linear if model.name in HYBRID else 224 if i else 0)
+        model.check(served)
+        check_bits(uncached, served)
 
 
 def test_without_a_cache_nothing_is_taken_over(model: Model) -> None:
