@@ -44,6 +44,8 @@ class EngineOutput:
     cached_tokens: int = 0
     """With the first token: prompt tokens that came from the prefix cache, and why not more."""
     cache_reason: CacheReason | None = None
+    queue_seconds: float = field(default=0.0, compare=False)
+    """With the first token: from the request's arrival to the first step that it was in."""
 
 
 @dataclass(frozen=True, slots=True)

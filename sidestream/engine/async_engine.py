@@ -58,6 +58,8 @@ class Delta:
     Attributes:
         text: that can be shown now; "" while a character or a stop string may be unfinished.
         logprobs: of this token; None if not asked for.
+        queue_seconds, cached_tokens: of the first token: how long its request waited for its first step, and how much
+            of its prompt came from a cache.
         output: its prompt's whole output, live.
     """
 
@@ -69,6 +71,8 @@ class Delta:
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     output: RequestOutput
+    queue_seconds: float = 0.0
+    cached_tokens: int = 0
 
 
 Inbox: TypeAlias = "asyncio.Queue[Delta | SidestreamError]"
@@ -290,6 +294,8 @@ class AsyncEngine:
                 finish_reason=made.finish_reason,
                 stop_reason=made.stop_reason,
                 output=place.output,
+                queue_seconds=output.queue_seconds,
+                cached_tokens=output.cached_tokens,
             )
         )
         place.shown = len(made.text)

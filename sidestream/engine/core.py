@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
@@ -38,12 +39,15 @@ class _Tokens:
     pending_prompt_logprobs: list[TopLogprobs] = field(default_factory=list)
     admission: Admission | None = None
     """The first one; later ones, after a preemption, take over what it computed itself."""
+    added: float = field(default_factory=time.monotonic)
+    queued: float | None = None
+    """Seconds from then to the first admission."""
 
-    def cached(self) -> tuple[int, CacheReason | None]:
-        """What an output says of the prefix cache: only the first does."""
+    def beginning(self) -> tuple[int, CacheReason | None, float]:
+        """What the first output alone says: of the prefix cache, and of the queue."""
         if self.admission is None or len(self.tokens) > len(self.request.prompt_token_ids):
-            return 0, None
-        return self.admission.cached_tokens, self.admission.reason
+            return 0, None, 0.0
+        return self.admission.cached_tokens, self.admission.reason, self.queued or 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,8 @@ class EngineCore:
 
     Attributes:
         waits: reason -> steps that the host waited for before it launched the next.
+        step_sizes: power of two -> steps of so many tokens, or fewer but more than half.
+        num_tokens: of all steps.
         scheduler: its counters say what happened.
     """
 
@@ -101,6 +107,8 @@ class EngineCore:
             self._sampled = SampledTokens(self._runner.streams, config.max_num_seqs, depth=self._depth)
         self._launched: deque[_Launched] = deque()
         self.waits: Counter[str] = Counter()
+        self.step_sizes: Counter[int] = Counter()
+        self.num_tokens = 0
         self._tokens: dict[str, _Tokens] = {}
         self._stepping = False
         self._aborts: list[str] = []
@@ -183,7 +191,11 @@ class EngineCore:
         for admission in step.admitted:
             state = self._tokens[admission.request_id]
             state.admission = state.admission or admission
+            if state.queued is None:
+                state.queued = time.monotonic() - state.added
         token_ids, sources = self._token_ids(step)
+        self.step_sizes[1 << (len(token_ids) - 1).bit_length()] += 1
+        self.num_tokens += len(token_ids)
         self._pools.copy_slots(step.restores)
         output = self._runner.forward(step.chunks, token_ids, sources=sources, sampled=self._sampled.device)
         self._pools.copy_slots(step.snapshots)
@@ -218,7 +230,7 @@ class EngineCore:
                 event.finish_reason,
                 launched.logprobs.get(event.request_id),
                 tuple(state.pending_prompt_logprobs),
-                *state.cached(),
+                *state.beginning(),
             )
             self._outbox.append(_Posted(output, len(state.tokens), state.prompt_logprobs_done))
             self._record(self._outbox[-1])

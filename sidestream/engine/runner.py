@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ class ModelRunner:
     Attributes:
         streams: of the device; work on what a step returns belongs on ``streams.compute`` (see ``on_device``).
         attention: with its index groups, for reports.
-        graphs: for reports: steps by mode, fallbacks by reason.
+        graphs: for reports: fallbacks by reason.
         hisparse: None where all KV rows stay on the device.
     """
 
@@ -91,7 +92,13 @@ class ModelRunner:
         self._observer = observer
         self.streams = streams
         self.graphs = graphs
+        self._plain_steps: Counter[CUDAGraphMode] = Counter()
         self.hisparse = hisparse
+
+    @property
+    def steps(self) -> Counter[CUDAGraphMode]:
+        """How many steps ran in each mode."""
+        return self._plain_steps if self.graphs is None else self.graphs.dispatcher.steps
 
     def on_device(self) -> AbstractContextManager[None]:
         """Issue the block's work to the compute stream."""
@@ -135,6 +142,7 @@ class ModelRunner:
         sampled: torch.Tensor | None,
     ) -> StepOutput:
         if self.graphs is None:
+            self._plain_steps[CUDAGraphMode.NONE] += 1
             inputs = self._builder.build(chunks, token_ids)
             with step_threads(inputs.num_tokens * self._weight_bytes), self._context(inputs, CUDAGraphMode.NONE):
                 output = StepOutput(self._model.forward())

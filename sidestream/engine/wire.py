@@ -52,6 +52,7 @@ class EngineState(msgspec.Struct, frozen=True):
     Attributes:
         prefix_queries, prefix_hits: tokens of admitted sequences, and those of them that came from the prefix cache.
         steps: graph mode -> steps run in it.
+        step_sizes, num_tokens: as ``EngineCore`` counts them.
         fallbacks: reason -> steps that ran without the graph that the settings ask for.
         hisparse: blocks and bytes that left the device, bytes staged, places free; empty without a host pool.
         waits: reason -> steps that the host waited for before it launched the next.
@@ -67,6 +68,8 @@ class EngineState(msgspec.Struct, frozen=True):
     prefix_queries: int = 0
     prefix_hits: int = 0
     steps: dict[str, int] = {}
+    step_sizes: dict[int, int] = {}
+    num_tokens: int = 0
     fallbacks: dict[str, int] = {}
     waits: dict[str, int] = {}
     hisparse: dict[str, int] = {}

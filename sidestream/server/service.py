@@ -115,7 +115,7 @@ class Service:
     async def run(self, batch: Sequence[ProcessedPrompt]) -> AsyncGenerator[list[Delta], None]:
         """Run prompts, observed; closing it aborts them."""
         clocks = {
-            (index, completion): RequestClock(self.metrics, prompt_tokens=len(prompt.token_ids))
+            (index, completion): RequestClock(self.metrics, prompt, completion)
             for index, prompt in enumerate(batch)
             for completion in range(len(prompt.requests))
         }
@@ -124,7 +124,7 @@ class Service:
                 async for deltas in arrivals:
                     for delta in deltas:
                         place = (delta.prompt_index, delta.completion_index)
-                        clocks[place].token(delta.finish_reason)
+                        clocks[place].token(delta)
                         if delta.finish_reason is not None:
                             del clocks[place]
                     yield deltas

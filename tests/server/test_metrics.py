@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from sidestream.engine.wire import EngineState
@@ -18,7 +20,27 @@ COUNTED = (
     "vllm:inter_token_latency_seconds_count",
     "vllm:e2e_request_latency_seconds_count",
     "vllm:request_success_total",
+    "vllm:request_queue_time_seconds_count",
+    "vllm:request_prefill_time_seconds_count",
+    "vllm:request_decode_time_seconds_count",
+    "vllm:request_inference_time_seconds_count",
+    "vllm:request_time_per_output_token_seconds_count",
+    "vllm:request_prefill_kv_computed_tokens_count",
+    "vllm:request_params_max_tokens_count",
+    "vllm:request_params_n_sum",
 )
+VLLM = {
+    "counter": """generation_tokens num_preemptions prefix_cache_hits prefix_cache_queries prompt_tokens
+        prompt_tokens_cached request_success""",
+    "gauge": "cache_config_info kv_cache_usage_perc num_requests_running num_requests_waiting",
+    "histogram": """e2e_request_latency_seconds inter_token_latency_seconds iteration_tokens_total
+        request_decode_time_seconds request_generation_tokens request_inference_time_seconds request_params_max_tokens
+        request_params_n request_prefill_kv_computed_tokens request_prefill_time_seconds request_prompt_tokens
+        request_queue_time_seconds request_time_per_output_token_seconds time_to_first_token_seconds""",
+}
+"""Names that dashboards made for vLLM ask for."""
+PARTS = ("queue", "prefill", "decode", "inference")
+SECONDS = "vllm:request_{}_time_seconds_sum"
 
 
 def counts(server: LiveServer) -> dict[str, float]:
@@ -30,18 +52,26 @@ def test_the_page_parses_and_every_sample_names_the_model(server: LiveServer) ->
     families = {family.name: family for family in text_string_to_metric_families(text)}
     for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
         assert families[name].type == "gauge"
+    vllm = {f"vllm:{name}": kind for kind, names in VLLM.items() for name in names.split()}
+    assert {name: family.type for name, family in families.items() if name.startswith("vllm:")} == vllm
+    assert not any(sample.name.endswith("_total_total") for family in families.values() for sample in family.samples)
     for family in families.values():
         assert family.documentation
         assert all(sample.labels["model_name"] == "glm5-next-tiny" for sample in family.samples)
 
 
-def test_a_host_pool_is_reported_where_there_is_one(server: LiveServer) -> None:
-    assert "hisparse" not in server.get("/metrics")[1]
-    ready = SimpleNamespace(num_blocks=9, ledger={"parts": {}})
-    state = EngineState(hisparse={"spilled_blocks": 3, "spilled_bytes": 4096, "missed_rows": 7, "free_host_blocks": 5})
+def _of_state(state: EngineState) -> dict[str, Metric]:
+    """The page of a server whose engine reported this."""
+    ready = SimpleNamespace(num_blocks=9, block_size=64, ledger={"parts": {}})
     metrics = Metrics("m")
     metrics.follow(lambda: (ready, state))  # type: ignore[arg-type, return-value]
-    families = {f.name: f for f in text_string_to_metric_families(metrics.text().decode())}
+    return {family.name: family for family in text_string_to_metric_families(metrics.text().decode())}
+
+
+def test_a_host_pool_is_reported_where_there_is_one(server: LiveServer) -> None:
+    assert "hisparse" not in server.get("/metrics")[1]
+    counters = {"spilled_blocks": 3, "spilled_bytes": 4096, "missed_rows": 7, "free_host_blocks": 5}
+    families = _of_state(EngineState(hisparse=counters))
     assert families["sidestream:hisparse_spilled_bytes"].type == "counter"
     assert families["sidestream:hisparse_spilled_bytes"].samples[0].value == 4096
     assert families["sidestream:hisparse_free_host_blocks"].type == "gauge"
@@ -61,8 +91,65 @@ def test_tokens_and_requests_are_counted_once(server: LiveServer) -> None:
         "vllm:inter_token_latency_seconds_count": 12,
         "vllm:e2e_request_latency_seconds_count": 2,
         "vllm:request_success_total": 2,
+        "vllm:request_queue_time_seconds_count": 2,
+        "vllm:request_prefill_time_seconds_count": 2,
+        "vllm:request_decode_time_seconds_count": 2,
+        "vllm:request_inference_time_seconds_count": 2,
+        "vllm:request_time_per_output_token_seconds_count": 2,
+        "vllm:request_prefill_kv_computed_tokens_count": 2,
+        "vllm:request_params_max_tokens_count": 2,
+        "vllm:request_params_n_sum": 2,
     }
     assert usage["completion_tokens"] == 14
+
+
+def test_steps_are_counted_without_graphs_too(server: LiveServer) -> None:
+    """A CPU captures nothing: every step is of mode NONE."""
+    server.await_idle()
+    names = ("sidestream:steps_total", "vllm:iteration_tokens_total_count", "vllm:iteration_tokens_total_sum")
+    steps, counted, tokens = (server.metric(name) for name in names)
+    assert steps == counted == server.metric("sidestream:steps_total", mode="NONE") > 0
+    usage = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 7, "ignore_eos": True})[1]["usage"]
+    server.await_idle()
+    more, counted_more, ran = (server.metric(name) for name in names)
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert more - steps == counted_more - counted == 7
+    assert ran - tokens == usage["prompt_tokens"] - cached + 6, "the last token is never run"
+
+
+def test_the_parts_of_a_request_s_time_add_up(server: LiveServer) -> None:
+    """A request that queues for a seat, since others hold all: its parts are those of its whole time."""
+    server.await_idle()
+    whole = "vllm:e2e_request_latency_seconds_sum"
+    before = {name: server.metric(name) for name in (whole, *map(SECONDS.format, PARTS))}
+    body = {"prompt": [PROMPT] * 40, "max_tokens": 5, "ignore_eos": True}
+    assert server.post("/v1/completions", body)[0] == 200
+    grown = {name: server.metric(name) - value for name, value in before.items()}
+    queue, prefill, decode, inference = (grown[SECONDS.format(part)] for part in PARTS)
+    assert queue > 0, "16 seats for 40 prompts"
+    assert inference == pytest.approx(prefill + decode)
+    assert grown[whole] == pytest.approx(queue + inference, rel=1e-2)
+
+
+def test_what_was_compiled_in_service_is_counted() -> None:
+    assert _of_state(EngineState(late_compilations=3))["sidestream:late_compilations"].samples[0].value == 3
+
+
+def test_step_sizes_are_a_histogram() -> None:
+    state = EngineState(step_sizes={1: 5, 16: 2, 65536: 1}, num_tokens=40_000)
+    samples = _of_state(state)["vllm:iteration_tokens_total"].samples
+    buckets = {sample.labels["le"]: sample.value for sample in samples if sample.name.endswith("_bucket")}
+    assert [buckets[size] for size in ("1.0", "8.0", "16.0", "32768.0", "+Inf")] == [5, 5, 7, 7, 8]
+    assert {s.name: s.value for s in samples if "_bucket" not in s.name} == {
+        "vllm:iteration_tokens_total_count": 8,
+        "vllm:iteration_tokens_total_sum": 40_000,
+    }
+
+
+def test_a_server_whose_engine_is_starting_has_metrics() -> None:
+    families = {family.name for family in text_string_to_metric_families(Metrics("m").text().decode())}
+    assert "vllm:time_to_first_token_seconds" in families
+    assert "vllm:num_requests_running" not in families
 
 
 def test_refusals_are_counted_by_status(server: LiveServer) -> None:
