@@ -21,6 +21,9 @@ class EngineConfig:
         load_format: "auto" reads the checkpoint; "dummy" draws seeded weights for its config.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens a step, decodes and prefill chunks together.
+        prefill_pacing: let each prompt add no more time to a step than its decodes take alone, so that a long one at
+            most doubles the inter-token latency of others; chunks then depend on how fast steps are. None is True in
+            a server, and False in ``LLM``, whose schedules are a function of the requests alone.
         max_model_len: longest sequence, prompt and completion; None is the model's own limit, or less where the
             cache would not fit.
         block_size: tokens a KV block; a multiple of ``index_kpool``.
@@ -56,6 +59,7 @@ class EngineConfig:
     load_format: str = "auto"
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
     max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
+    prefill_pacing: bool | None = None
     max_model_len: int | None = None
     block_size: int = DEFAULT_BLOCK_SIZE
     num_blocks: int | None = None

@@ -31,6 +31,7 @@ class ResolvedConfig:
         memory_budget: bytes: on a GPU of everything in use on it, elsewhere of weights and caches.
         stream_policy: None takes the best that the device can do.
         shrink_max_model_len: the user named none, so it may be lowered to what the pools hold.
+        prefill_pacing: whoever serves decides what the user left open, before this.
         prefix_caching: off too where no layer keeps KV rows.
         num_snapshots: of the state of linear attention; None is derived from the memory left.
         snapshot_interval: blocks between them within a prompt; None for none there.
@@ -57,6 +58,7 @@ class ResolvedConfig:
     graph_debug: bool
     memory_budget: int
     seed: int
+    prefill_pacing: bool = False
     prefix_caching: bool = False
     num_snapshots: int | None = None
     snapshot_interval: int | None = None
@@ -117,6 +119,8 @@ def resolve(user: EngineConfig, model: ModelConfig, *, cuda_available: bool, dev
         )
     if not isinstance(user.enable_prefix_caching, bool):
         raise ConfigError(f"enable_prefix_caching must be True or False, got {user.enable_prefix_caching!r}")
+    if user.prefill_pacing is not None and not isinstance(user.prefill_pacing, bool):
+        raise ConfigError(f"prefill_pacing must be True, False or None, got {user.prefill_pacing!r}")
     snapshots = user.num_prefix_snapshots
     if snapshots is not None and (isinstance(snapshots, bool) or not isinstance(snapshots, int) or snapshots < 0):
         raise ConfigError(f"num_prefix_snapshots must be an integer of at least 0, got {snapshots!r}")
@@ -163,6 +167,7 @@ def resolve(user: EngineConfig, model: ModelConfig, *, cuda_available: bool, dev
         graph_debug=user.graph_debug,
         memory_budget=parse_memory(user.memory_limit, device_memory),
         seed=user.seed,
+        prefill_pacing=bool(user.prefill_pacing),
         prefix_caching=user.enable_prefix_caching and bool(_mla_layers(model)),
         num_snapshots=user.num_prefix_snapshots,
         snapshot_interval=user.prefix_snapshot_interval,

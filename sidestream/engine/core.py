@@ -18,8 +18,10 @@ from sidestream.engine.logprobs import PROMPT_LOGIT_ROWS, top_logprobs
 from sidestream.engine.runner import StepOutput
 from sidestream.engine.sampled_tokens import PendingTokens, SampledTokens
 from sidestream.engine.sampler import Sampler, SamplingRow
+from sidestream.engine.step_clock import StepClock
 from sidestream.engine.token_masks import NoMasks, TokenMasks
 from sidestream.scheduler.config import SchedulerConfig
+from sidestream.scheduler.prefill_pacer import PrefillPacer
 from sidestream.scheduler.scheduler import Scheduler
 
 
@@ -56,12 +58,14 @@ class _Launched:
 
     Attributes:
         sampled: the requests it samples for, in the order of the rows.
+        ended: when the host saw its end, if it waited for that before anything else.
     """
 
     step: ScheduledStep
     sampled: tuple[tuple[str, _Tokens], ...]
     pending: PendingTokens | None
     logprobs: dict[str, TopLogprobs]
+    ended: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ class EngineCore:
 
     Args:
         masks: follow requests whose text must have a given form; None refuses those.
+        clock: what steps take, for the pacer; None is the machine's.
 
     Attributes:
         waits: reason -> steps that the host waited for before it launched the next.
@@ -96,7 +101,7 @@ class EngineCore:
         scheduler: its counters say what happened.
     """
 
-    def __init__(self, built: BuiltEngine, *, masks: TokenMasks | None = None) -> None:
+    def __init__(self, built: BuiltEngine, *, masks: TokenMasks | None = None, clock: StepClock | None = None) -> None:
         config = built.config
         self._masks: TokenMasks = NoMasks() if masks is None else masks
         self._runner = built.runner
@@ -113,6 +118,8 @@ class EngineCore:
         self._stepping = False
         self._aborts: list[str] = []
         self._outbox: list[_Posted] = []
+        self._pacer = PrefillPacer() if config.prefill_pacing else None
+        self._clock = StepClock() if clock is None else clock
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=config.max_num_seqs,
@@ -128,7 +135,8 @@ class EngineCore:
                 num_snapshots=built.num_snapshots,
                 snapshot_interval=config.snapshot_interval,
                 prefix_salt=chain_root(repr((config.model, config.dtype, config.kv_cache_dtype)).encode()),
-            )
+            ),
+            pacer=self._pacer,
         )
 
         if self._runner.hisparse is not None:
@@ -168,6 +176,7 @@ class EngineCore:
         """
         assert not self._stepping, "a step was started within a step"
         self._stepping, done = True, False
+        self._clock.begin()
         try:
             with self._runner.on_device():
                 self._wait_where_needed()
@@ -182,6 +191,8 @@ class EngineCore:
             self._stepping = False
             while self._aborts:
                 self.abort(self._aborts.pop())
+            if not done or not self.scheduler.has_work():
+                self._clock.pause()
         posted, self._outbox = self._outbox, []
         return [post.output for post in posted]
 
@@ -218,6 +229,7 @@ class EngineCore:
     def _finish(self, launched: _Launched) -> None:
         """Read a step's tokens, commit them, put them out."""
         tokens: list[int] = launched.pending.read() if launched.pending is not None else []
+        self._time(launched)
         sampled: dict[str, int] = {}
         for (name, state), token in zip(launched.sampled, tokens, strict=True):
             sampled[name] = token
@@ -234,6 +246,16 @@ class EngineCore:
             )
             self._outbox.append(_Posted(output, len(state.tokens), state.prompt_logprobs_done))
             self._record(self._outbox[-1])
+
+    def _time(self, launched: _Launched) -> None:
+        """Tell the pacer what a step took that has just ended."""
+        ended = launched.ended
+        if ended is None and (launched.pending is not None or self._depth == 1):
+            ended = self._clock.now()
+        seconds = self._clock.end(ended)
+        if self._pacer is not None and seconds is not None:
+            num_decodes = sum(chunk.is_decode for chunk in launched.step.chunks)
+            self._pacer.observe(num_decodes, launched.step.num_tokens - num_decodes, seconds)
 
     def _record(self, posted: _Posted) -> None:
         """Tell the request what was put out for it; a second time changes nothing."""
@@ -300,15 +322,17 @@ class EngineCore:
         pending = self._sampled.keep(self._sampler.choose(logits, rows, bitmask=bitmask))
         sampled = tuple((chunk.request_id, self._tokens[chunk.request_id]) for chunk in chunks)
         logprobs: dict[str, TopLogprobs] = {}
+        ended = None
         if any(row.params.logprobs is not None for row in rows):
-            found = self._sampler.logprobs(logits, rows, pending.read())
+            tokens, ended = pending.read(), self._clock.now()
+            found = self._sampler.logprobs(logits, rows, tokens)
             logprobs = {chunk.request_id: top for chunk, top in zip(chunks, found, strict=True) if top is not None}
             if self._depth > 1:
                 self.waits["log-probabilities were asked for"] += 1
         for place, (_, state) in enumerate(sampled):
             state.unread += 1
             state.row = place
-        return _Launched(step, sampled, pending, logprobs)
+        return _Launched(step, sampled, pending, logprobs, ended)
 
     def _sampling_row(self, chunk: Chunk) -> SamplingRow:
         state = self._tokens[chunk.request_id]

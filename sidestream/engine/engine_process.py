@@ -14,10 +14,12 @@ import time
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import psutil
 import zmq
 
+from sidestream.config.engine import EngineConfig
 from sidestream.core.request import Request
 from sidestream.engine.build import BuiltEngine, build_engine
 from sidestream.engine.core import EngineCore
@@ -150,6 +152,7 @@ class EngineProcess:
             free_slots=scheduler.num_free_slots,
             preemptions=scheduler.num_preemptions,
             recomputed_tokens=scheduler.num_recomputed_tokens,
+            paced_steps=scheduler.num_paced_steps,
             prefix_queries=scheduler.prefix_stats.known_tokens,
             prefix_hits=scheduler.prefix_stats.cached_tokens,
             steps={mode.name: n for mode, n in runner.steps.items()},
@@ -204,7 +207,7 @@ def start(channel: Channel, message: Start, *, imported: float) -> EngineProcess
     channel.send(Phase("imports", 1, 1, imported))
     began = time.monotonic()
     channel.send(Phase("weights, caches, graphs", 0, 1, 0.0))
-    built = build_engine(message.folder, message.config)
+    built = build_engine(message.folder, for_service(message.config))
     channel.send(Phase("weights, caches, graphs", 1, 1, time.monotonic() - began))
     model = built.config.model
     tokenizer = load_tokenizer(message.folder)
@@ -219,6 +222,11 @@ def start(channel: Channel, message: Start, *, imported: float) -> EngineProcess
     engine = EngineProcess(channel, built, core, masks)
     channel.send(ready(built, engine.state()))
     return engine
+
+
+def for_service(config: EngineConfig) -> EngineConfig:
+    """The settings with what the user left open as a server wants it."""
+    return config if config.prefill_pacing is not None else replace(config, prefill_pacing=True)
 
 
 def ready(built: BuiltEngine, state: EngineState) -> Ready:

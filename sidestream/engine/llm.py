@@ -57,8 +57,8 @@ class LLM:
     Args:
         model: folder of a hub checkpoint (config.json, safetensors files, a tokenizer if text is wanted); None is the
             small checkpoint that ships with Sidestream.
-        device, dtype, load_format, max_num_seqs, max_num_batched_tokens, max_model_len, block_size, num_blocks,
-            kv_cache_dtype, cudagraph_mode, max_capture_tokens, stream_policy, graph_debug, memory_limit,
+        device, dtype, load_format, max_num_seqs, max_num_batched_tokens, prefill_pacing, max_model_len, block_size,
+            num_blocks, kv_cache_dtype, cudagraph_mode, max_capture_tokens, stream_policy, graph_debug, memory_limit,
             enable_prefix_caching, num_prefix_snapshots, prefix_snapshot_interval, hisparse_host_memory,
             hisparse_hot_factor, hisparse_watermark, seed: see
             ``EngineConfig``.
@@ -75,6 +75,7 @@ class LLM:
         load_format: str = "auto",
         max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
         max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS,
+        prefill_pacing: bool | None = None,
         max_model_len: int | None = None,
         block_size: int = DEFAULT_BLOCK_SIZE,
         num_blocks: int | None = None,
@@ -101,6 +102,7 @@ class LLM:
                 load_format=load_format,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
+                prefill_pacing=prefill_pacing,
                 max_model_len=max_model_len,
                 block_size=block_size,
                 num_blocks=num_blocks,

@@ -50,6 +50,7 @@ class EngineState(msgspec.Struct, frozen=True):
     """Counters since the start, and what is held now.
 
     Attributes:
+        paced_steps: steps that would have prefilled more, had that not made decodes wait too long.
         prefix_queries, prefix_hits: tokens of admitted sequences, and those of them that came from the prefix cache.
         steps: graph mode -> steps run in it.
         step_sizes, num_tokens: as ``EngineCore`` counts them.
@@ -65,6 +66,7 @@ class EngineState(msgspec.Struct, frozen=True):
     free_slots: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    paced_steps: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     steps: dict[str, int] = {}
