@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -97,11 +95,15 @@ def _run(
     interval: int | None,
     json_file: Path | None,
 ) -> None:
+    from sidestream.cli.report_file import check_place, write
     from sidestream.config.engine import EngineConfig
+    from sidestream.engine.bench.environment import device_name, origin
+    from sidestream.engine.bench.model_folder import model_folder
     from sidestream.engine.bench.prefix import compare
     from sidestream.engine.build import build_engine
     from sidestream.engine.llm import bundled_model
 
+    check_place(json_file)
     source = model if model is not None else bundled_model()
     user = EngineConfig(
         device=device,
@@ -113,12 +115,16 @@ def _run(
         memory_limit=memory_limit,
         prefix_snapshot_interval=interval,
     )
-    with tempfile.TemporaryDirectory() as folder:
-        if source.is_file():
-            shutil.copy(source, Path(folder) / "config.json")
-        built = build_engine(folder if source.is_file() else source, user)
+    with model_folder(source) as (folder, _):
+        built = build_engine(folder, user)
     console = Console(highlight=False)
     rows = compare(built, workload, on_row=lambda row: console.print(str(row), markup=False, soft_wrap=True))
-    if json_file is not None:
-        found = {"model": str(source), "workload": type(workload).__name__, "rows": [row.as_json() for row in rows]}
-        json_file.write_text(json.dumps(found, indent=1) + "\n")
+    found = {
+        "kind": workload.NAME,
+        "model": str(source),
+        **origin(),
+        "device": device_name(built.config.device),
+        "workload": asdict(workload),
+        "rows": [row.as_json() for row in rows],
+    }
+    write(json_file, found)

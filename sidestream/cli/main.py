@@ -10,11 +10,11 @@ from rich.console import Console
 
 from sidestream import __version__
 from sidestream.cli.bench import app as bench
-from sidestream.cli.bench_prefix import multi_turn, shared_prefix
 from sidestream.cli.capacity import capacity
 from sidestream.cli.doctor import doctor
 from sidestream.cli.eval import evaluate
 from sidestream.cli.generate import generate
+from sidestream.cli.help_page import HelpCommand, HelpGroup
 from sidestream.cli.inspect import inspect
 from sidestream.cli.serve import serve
 from sidestream.cli.verify import verify
@@ -23,8 +23,9 @@ from sidestream.errors import SidestreamError
 app = typer.Typer(
     name="sidestream",
     help="Inference for sparse-MLA language models: the same tokens in every mode, on Hopper GPUs and whole on a CPU.",
+    cls=HelpGroup,
     no_args_is_help=True,
-    rich_markup_mode="markdown",
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 app.command()(generate)
@@ -34,9 +35,9 @@ app.command()(verify)
 app.command("eval")(evaluate)
 app.command()(inspect)
 app.command()(capacity)
-bench.command("shared-prefix")(shared_prefix)
-bench.command("multi-turn")(multi_turn)
-app.add_typer(bench, name="bench")
+app.add_typer(bench, name="bench", cls=HelpGroup)
+for registered in (*app.registered_commands, *bench.registered_commands):
+    registered.cls = HelpCommand
 
 
 def _version(value: bool) -> None:

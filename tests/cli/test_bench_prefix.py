@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from sidestream.engine.bench.comparison import compare
+
 COMMON = ("--device", "cpu", "--answer", "4", "--concurrency", "2", "--max-num-batched-tokens", "256")
 
 
@@ -30,9 +32,14 @@ def test_both_ways_are_measured(
     assert result.returncode == 0, result.stdout + result.stderr
     assert "cache off" in result.stdout
     assert "cache on" in result.stdout
-    off, on = json.loads(out.read_text())["rows"]
+    found = json.loads(out.read_text())
+    assert found["kind"] == workload
+    assert found["command"].startswith(f"sidestream bench {workload} ")
+    off, on = found["rows"]
     for row in (off, on):
         assert (row["requests"], row["prompt_tokens"]) == (requests, prompt_tokens)
         assert row["first_token_ms"] > 0
     assert (off["cache"], off["cached_tokens"]) == (False, 0)
     assert (on["cache"], on["cached_tokens"]) == (True, cached)
+    ratios = compare(found, found).ratios
+    assert [row.slower for row in ratios] == [1.0] * 6

@@ -8,15 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from sidestream.core.request import Request
 from sidestream.core.sampling_params import SamplingParams
+from sidestream.engine.bench.workload import FIRST_TOKEN
 from sidestream.engine.build import BuiltEngine
 from sidestream.engine.core import EngineCore
-
-FIRST_TOKEN = 5
-"""Prompts hold no smaller token ids: those are special ones in most vocabularies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +24,8 @@ class SharedPrefix:
     Attributes:
         shared, tail, answer: tokens.
     """
+
+    NAME: ClassVar[str] = "shared-prefix"
 
     requests: int = 32
     shared: int = 512
@@ -50,6 +50,8 @@ class MultiTurn:
     Attributes:
         system, message, answer: tokens.
     """
+
+    NAME: ClassVar[str] = "multi-turn"
 
     chats: int = 4
     turns: int = 8

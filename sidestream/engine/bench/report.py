@@ -1,19 +1,14 @@
-"""What a latency benchmark found, as plain data: for table and JSON, and for comparing two of them."""
+"""What a latency benchmark found, as plain data."""
 
 from __future__ import annotations
 
-import platform
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from sidestream import __version__
+from sidestream.engine.bench.environment import device_name, versions
 from sidestream.engine.bench.latency import DecodeTimes, PrefillTimes
 from sidestream.engine.build import BuiltEngine
-from sidestream.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +31,7 @@ class LatencyReport:
         """Plain data; times in ms where a name says nothing else, bytes elsewhere."""
         config = self.engine.config
         return {
+            "kind": "latency",
             "model": self.model,
             "command": self.command,
             "date": time.strftime("%Y-%m-%d"),
@@ -51,42 +47,3 @@ class LatencyReport:
             "decode": [row.as_json() for row in self.decode],
             "prefill": [row.as_json() for row in self.prefill],
         }
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """One figure in two reports; above 1 the second is slower."""
-
-    name: str
-    first: float
-    second: float
-    unit: str
-    slower: float
-
-
-def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[Ratio, ...]:
-    """What both reports measured.
-
-    Raises:
-        ConfigError: they have nothing in common, or are no reports.
-    """
-    both = (first, second)
-    try:
-        a, b = ({(row["batch"], row["context"]): float(row["median"]) for row in r["decode"]} for r in both)
-        x, y = ({row["tokens"]: float(row["tokens_per_s"]) for row in r["prefill"]} for r in both)
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"not a report of `sidestream bench latency --json`: {error!r}") from None
-    found = [Ratio(f"batch {k[0]}, context {k[1]}", a[k], b[k], "ms", b[k] / a[k]) for k in a if k in b]
-    found += [Ratio(f"prefill of {k}", x[k], y[k], "tokens/s", x[k] / y[k]) for k in x if k in y]
-    if not found:
-        raise ConfigError("the two reports measured no batch, context or prompt in common")
-    return tuple(found)
-
-
-def versions() -> dict[str, str]:
-    """Of what decides speed."""
-    return {"sidestream": __version__, "torch": torch.__version__, "python": platform.python_version()}
-
-
-def device_name(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()

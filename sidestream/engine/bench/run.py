@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 from sidestream.config.engine import EngineConfig
 from sidestream.engine.bench.floor import decode_floor, read_rate
 from sidestream.engine.bench.latency import WARM_STEPS, decode_times, fill_caches, prefill_times
+from sidestream.engine.bench.model_folder import model_folder
 from sidestream.engine.bench.report import LatencyReport
 from sidestream.engine.build import BuiltEngine, build_engine
 from sidestream.errors import ConfigError
@@ -75,11 +74,8 @@ def open_engine(model: Path, user: EngineConfig, settings: LatencySettings) -> B
         num_blocks=settings.num_blocks(user.block_size),
         enable_prefix_caching=False,  # a prompt sent again is to be computed again
     )
-    if not model.is_file():
-        return build_engine(model, user)
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(model, Path(folder) / "config.json")
-        return build_engine(folder, replace(user, load_format="dummy"))
+    with model_folder(model) as (folder, without_weights):
+        return build_engine(folder, replace(user, load_format="dummy") if without_weights else user)
 
 
 def measure(

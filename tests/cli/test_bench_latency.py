@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sidestream.engine.bench.comparison import compare
 from sidestream.engine.llm import bundled_model
 
 SMALL = ("--device", "cpu", "--steps", "3", "--repeats", "2")
@@ -50,20 +51,17 @@ def test_a_config_alone_is_measured(report: tuple[Path, str]) -> None:
     assert found["compiled_after_ready"] == []
     assert found["ledger"]["parts"]["weights"]["measured"] > 0
     assert "memory_limit" in text
+    assert found["kind"] == "latency"
+    assert found["command"].startswith("sidestream bench latency ")
+    assert found["versions"].keys() == {"sidestream", "torch", "python"}
 
 
-def test_two_reports_are_compared(report: tuple[Path, str], tmp_path: Path) -> None:
-    path, _ = report
-    other = json.loads(path.read_text())
-    del other["decode"][0]
-    for row in other["decode"]:
-        row["median"] *= 2
-    other["prefill"][0]["tokens_per_s"] *= 2
-    (tmp_path / "other.json").write_text(json.dumps(other))
-    text = run("--compare", str(path), str(tmp_path / "other.json")).stdout
-    assert text.count("2.000") == 3
-    assert text.count("0.500") == 1
-    assert "batch 1, context 40" not in text
+def test_a_report_is_compared_with_itself(report: tuple[Path, str]) -> None:
+    found = json.loads(report[0].read_text())
+    ratios = {row.name: row for row in compare(found, found).ratios}
+    assert len(ratios) == 5
+    assert ratios["batch 3, context 100"].first == found["decode"][3]["median"]
+    assert ratios["prefill of 96"].second == found["prefill"][0]["tokens_per_s"]
 
 
 @pytest.mark.parametrize(
@@ -72,13 +70,8 @@ def test_two_reports_are_compared(report: tuple[Path, str], tmp_path: Path) -> N
         (("--batch", "0"), "batch must be a positive integer, got 0"),
         (("--steps", "-1"), "steps must be a positive integer, got -1"),
         (("--context", "1000000"), "max_position_embeddings"),
-        (("--compare", "missing.json", "missing.json"), "cannot read the report missing.json"),
+        (("--json", "no/such/folder/a.json"), "cannot write the report no/such/folder/a.json"),
     ],
 )
 def test_mistakes_are_named(args: tuple[str, ...], message: str) -> None:
     assert message in run(*args, "--device", "cpu", code=2).stderr
-
-
-def test_a_file_that_is_no_report_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('{"decode": 3}')
-    assert "not a report" in run("--compare", str(tmp_path / "a.json"), str(tmp_path / "a.json"), code=2).stderr

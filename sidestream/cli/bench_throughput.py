@@ -1,0 +1,144 @@
+"""``sidestream bench throughput``: how much work an engine in this process does when all of it is there at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from sidestream.engine.bench.workload import (
+    DATASETS,
+    DEFAULT_INPUT_LEN,
+    DEFAULT_NUM_PROMPTS,
+    DEFAULT_OUTPUT_LEN,
+    Workload,
+)
+from sidestream.errors import ConfigError
+
+HELP = """
+Measure offline throughput: all prompts are given to an engine at once, text in and text out.
+
+Prompts are real text by default. Answers are as long as `--output-len` says, whatever the model would say. The prefix
+cache is off, so that every repeat computes what the first did. Times to the first token (ttft) contain the wait behind
+other requests; times are in milliseconds.
+
+**Examples**
+
+- `sidestream bench throughput` measures the small checkpoint that ships with Sidestream
+- `sidestream bench throughput path/to/checkpoint --num-prompts 500 --input-len 1024 --json result.json`
+- `sidestream bench throughput path/to/checkpoint --dataset book.txt --range-ratio 0.5`
+- `sidestream bench throughput path/to/config.json --dataset random-ids` takes dummy weights
+- `sidestream bench compare before.json after.json` compares two results
+"""
+
+DATASET_HELP = (
+    "prose (text that ships with Sidestream), synthetic (made-up words), random-ids, or a text file's path. Prompts "
+    "begin at words of the text and go on at its start where it ends."
+)
+RANGE_HELP = "Lengths are drawn between (1 - this) and (1 + this) times those given."
+
+
+def throughput(
+    model: Annotated[
+        Path | None, typer.Argument(help="Checkpoint folder or config.json; the bundled checkpoint without it.")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(help="Requests of a repeat.")] = DEFAULT_NUM_PROMPTS,
+    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = DEFAULT_INPUT_LEN,
+    output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = DEFAULT_OUTPUT_LEN,
+    range_ratio: Annotated[float, typer.Option(help=RANGE_HELP)] = 0.0,
+    dataset: Annotated[str, typer.Option(help=DATASET_HELP)] = DATASETS[0],
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder of a tokenizer, for a model that has none; it gets token ids then.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of prompts and lengths.")] = 0,
+    num_warmups: Annotated[int, typer.Option(help="Requests before the first repeat, with prompts of their own.")] = 8,
+    repeats: Annotated[int, typer.Option(help="Of the whole workload.")] = 3,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    load_format: Annotated[str, typer.Option(help="auto, or dummy for seeded random weights.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, bf16, fp8_ds_mla or mxfp8.")] = "auto",
+    mode: Annotated[str, typer.Option(help="auto, none, piecewise, full or full_and_piecewise.")] = "auto",
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 32,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens a step.")] = 1024,
+    max_capture_tokens: Annotated[int | None, typer.Option(help="Largest mixed batch with a graph.")] = None,
+    memory_limit: Annotated[str | None, typer.Option(help="'40GiB' or '60%'.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report there.")] = None,
+) -> None:
+    from sidestream.cli.report_file import check_place, write
+    from sidestream.engine.bench.model_folder import model_folder
+    from sidestream.engine.bench.throughput import jobs_for, measure
+    from sidestream.engine.llm import LLM, bundled_model
+    from sidestream.engine.tokenizer import load_tokenizer
+
+    workload = Workload(
+        dataset=dataset,
+        num_prompts=num_prompts,
+        input_len=input_len,
+        output_len=output_len,
+        range_ratio=range_ratio,
+        seed=seed,
+    )
+    check_counts(repeats=(repeats, 1), num_warmups=(num_warmups, 0))
+    check_place(json_file)
+    source = model if model is not None else bundled_model()
+    words = load_tokenizer(tokenizer) if tokenizer is not None else None
+    if tokenizer is not None and words is None:
+        raise ConfigError(f"tokenizer is {tokenizer}, and there is none in that folder")
+    with model_folder(source) as (folder, without_weights):
+        llm = LLM(
+            folder,
+            device=device,
+            dtype=dtype,
+            load_format="dummy" if without_weights else load_format,
+            kv_cache_dtype=kv_cache_dtype,
+            cudagraph_mode=mode,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_capture_tokens=max_capture_tokens,
+            max_model_len=workload.longest_input + workload.longest_output,
+            memory_limit=memory_limit,
+            enable_prefix_caching=False,
+        )
+    console = Console(highlight=False)
+    config = llm.built.config
+    about = f"{source}: {config.dtype} on {config.device}, {config.cudagraph_mode}, {dataset} prompts"
+    console.print(about, markup=False, soft_wrap=True)
+    warm, jobs = jobs_for(llm, workload, warm_ups=num_warmups, tokenizer=words)
+    report = measure(
+        llm,
+        workload,
+        warm,
+        jobs,
+        model=str(source),
+        repeats=repeats,
+        temperature=temperature,
+        on_run=lambda run: console.print(str(run), markup=False, soft_wrap=True),
+    )
+    table = Table()
+    table.add_column("")
+    for heading in ("median", "least", "most"):
+        table.add_column(heading, justify="right")
+    for name, spread in report.spreads.items():
+        table.add_row(name, *(f"{value:,.2f}" for value in (spread.median, spread.min, spread.max)))
+    console.print(table)
+    if late := llm.built.compiled_after_ready():
+        console.print(f"{len(late)} kernels were compiled after the engine was ready", style="yellow")
+    write(json_file, report.as_json())
+
+
+throughput.__doc__ = HELP
+
+
+def check_counts(**counts: tuple[int, int]) -> None:
+    """Each option's value and the least that is allowed.
+
+    Raises:
+        ConfigError: naming the first that is less.
+    """
+    for name, (value, least) in counts.items():
+        if value < least:
+            raise ConfigError(f"{name} is {value}, at least {least} is needed")

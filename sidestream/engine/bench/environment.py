@@ -1,0 +1,42 @@
+"""Where a result comes from: versions, device, day, and the command to repeat it."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from sidestream import __version__
+
+
+def versions() -> dict[str, str]:
+    """Of what decides speed."""
+    return {"sidestream": __version__, "torch": _version("torch"), "python": platform.python_version()}
+
+
+def origin() -> dict[str, Any]:
+    """Command, date and versions of this process, for a report."""
+    return {
+        "command": " ".join(["sidestream", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": versions(),
+        "machine": platform.processor() or platform.machine(),
+    }
+
+
+def device_name(device: str) -> str:
+    """Of the GPU, or of the processor."""
+    if device != "cuda":
+        return platform.processor() or platform.machine()
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
