@@ -28,9 +28,8 @@ Place = Callable[[Sequence[Array]], list[torch.Tensor]]
 class KVPlaces(Protocol):
     """Where the KV rows of blocks are, if they may leave the device."""
 
-    @property
-    def table(self) -> Array:
-        """[num_blocks]: a place on the device, or -1 - a place in the host pool."""
+    def places(self, blocks: Array) -> Array:
+        """Places of blocks on the device, or -1 - those in the host pool."""
         ...
 
     def seats(self, chunks: Sequence[Chunk]) -> list[int]:
@@ -245,7 +244,7 @@ class StepInputsBuilder:
 
     def _in_pool(self, blocks: Array) -> Array:
         """Places of blocks' KV rows."""
-        return blocks if self.kv_places is None else self.kv_places.table[blocks]
+        return blocks if self.kv_places is None else self.kv_places.places(blocks)
 
     def _seats(self, chunks: Sequence[Chunk], rows: int) -> Array | None:
         if self.kv_places is None:

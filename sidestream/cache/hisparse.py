@@ -9,14 +9,15 @@ after layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 import numpy as np
 import torch
 
 from sidestream.attention.step_inputs import Array
 from sidestream.cache.hosted_rows import HostedRows
-from sidestream.cache.placement import BlockPlacement, Moves
+from sidestream.cache.placement import BlockPlacement, Moves, Spill
+from sidestream.cache.seats import Seats
 from sidestream.core.batch import Chunk
 from sidestream.core.step_inputs import StepInputs
 from sidestream.ops.index_map import logical_to_physical
@@ -34,6 +35,7 @@ class HiSparseStats:
         selected_rows: rows of host blocks that decodes selected, over all index groups; a group's layers share them.
         missed_rows: those that had to be copied from the host, once for each layer of their group.
         spilled_blocks, spilled_bytes: copied to the host, over all layers.
+        restored_blocks, restored_bytes: copied back for good, while the device had room to spare.
         staged_bytes: copied from the host for prefills.
         free_device_blocks, free_host_blocks: now.
     """
@@ -42,6 +44,8 @@ class HiSparseStats:
     missed_rows: int
     spilled_blocks: int
     spilled_bytes: int
+    restored_blocks: int
+    restored_bytes: int
     staged_bytes: int
     free_device_blocks: int
     free_host_blocks: int
@@ -52,52 +56,9 @@ class HiSparseStats:
         return 1 - self.missed_rows / self.selected_rows if self.selected_rows else 1.0
 
 
-class Seats:
-    """Whose hot slots are whose. A sequence keeps its seat while it decodes step after step; nobody gives one back: a
-    new sequence takes the one that was not used for the longest time."""
-
-    def __init__(self, num_seats: int) -> None:
-        self._ends: dict[str, tuple[int, int]] = {}
-        """Request -> (seat, position that it continues from), least recently used first."""
-        self._free = list(range(num_seats - 1, 0, -1))
-
-    def reset(self) -> None:
-        """Nobody has a seat."""
-        self._free += [seat for seat, _ in self._ends.values()]
-        self._ends.clear()
-
-    def assign(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int]]:
-        """Seats of the chunks, 0 for prefills, and those whose slots must be cleared first: they have a new owner, or
-        one that did not go on where it stopped."""
-        seats, fresh = [], []
-        for chunk in chunks:
-            if not chunk.is_decode:
-                continue
-            had = self._ends.pop(chunk.request_id, None)
-            if had is not None:
-                self._ends[chunk.request_id] = had  # behind those that this step does not run
-        for chunk in chunks:
-            if not chunk.is_decode:
-                before = self._ends.pop(chunk.request_id, None)
-                if before is not None:
-                    self._free.append(before[0])
-                seats.append(0)
-                continue
-            had = self._ends.pop(chunk.request_id, None)
-            if had is None:
-                seat = self._free.pop() if self._free else self._ends.pop(next(iter(self._ends)))[0]
-            else:
-                seat = had[0]
-            if had is None or had[1] != chunk.start:
-                fresh.append(seat)
-            self._ends[chunk.request_id] = (seat, chunk.end)
-            seats.append(seat)
-        return seats, fresh
-
-
 class HiSparseRuntime:
     """Moves blocks between steps and tells each step where its rows are. All work goes to the current stream, but the
-    copies of blocks that leave ahead of need, which run beside the step.
+    copies of blocks that leave ahead of need or come back, which run beside the step.
 
     Args:
         rows: the memory.
@@ -105,7 +66,7 @@ class HiSparseRuntime:
         max_seqs, max_blocks: of a step and of a sequence.
 
     Attributes:
-        spilled_bytes, staged_bytes: copied so far to the host, and back for prefills.
+        spilled_bytes, restored_bytes, staged_bytes: copied so far to the host, back for good, and back for prefills.
     """
 
     def __init__(
@@ -121,18 +82,20 @@ class HiSparseRuntime:
         self.placement, self.arena, self.host, self.sizes = placement, rows.arena, rows.host, rows.sizes
         self.max_blocks = max_blocks
         self.layers = tuple(layers)
-        self.spilled_bytes = self.staged_bytes = 0
-        self._stats = HiSparseStats(0, 0, 0, 0, 0, 0, 0)
+        self.spilled_bytes = self.restored_bytes = self.staged_bytes = 0
+        self._copied = np.zeros(rows.sizes.host_blocks + 1, dtype=np.bool_)
+        """Which places of the host pool were copied to."""
+        self._stats = HiSparseStats(*[0] * len(fields(HiSparseStats)))
         self.spare_host_row = rows.sizes.host_blocks * placement.block_size
         self._streams = streams
         self._side = None if streams.backend.device.type == "cpu" else streams.new_stream("spills")
         self._rows_written = Handoff(
-            streams, "KV rows of the last step", producer="compute", consumers=("copies of blocks that leave",)
+            streams, "KV rows of the last step", producer="compute", consumers=("copies of blocks that move",)
         )
-        self._left = Handoff(
+        self._moved = Handoff(
             streams,
-            "blocks that left",
-            producer="copies of blocks that leave",
+            "blocks that moved",
+            producer="copies of blocks that move",
             consumers=("compute, before it goes on",),
         )
         self._seats = Seats(rows.sizes.seats)
@@ -151,9 +114,18 @@ class HiSparseRuntime:
         self._staged_count: torch.Tensor | None = None
         self._staging_rows = torch.arange(staged_rows, device=streams.backend.device)
 
-    @property
-    def table(self) -> Array:
-        return self.placement.table
+    def places(self, blocks: Array) -> Array:
+        """Where blocks are: places on the device, or -1 - places in the host pool.
+
+        Raises:
+            AssertionError: something asks for rows that were never written, or never copied to the host.
+        """
+        held = self.placement.table[blocks]
+        on_host = held < 0
+        if on_host.any():
+            missing = blocks[on_host][~self._copied[-1 - held[on_host]]]
+            assert not missing.size, f"rows of blocks {sorted(set(missing.tolist()))} are asked for, and are nowhere"
+        return held
 
     def seats(self, chunks: Sequence[Chunk]) -> list[int]:
         """As ``begin_step`` assigned them; scratch for chunks of captures."""
@@ -177,24 +149,26 @@ class HiSparseRuntime:
             CapacityError: see ``BlockPlacement.plan``.
         """
         self._moves = self.placement.plan(chunks)
-        self._copy_out([(spill.device, spill.host) for spill in self._moves.now])
+        self._copied[[spill.host for spill in (*self._moves.now, *self._moves.ahead)]] = False
+        self._copy_out(self._moves.now)
         self._step_seats, fresh = self._seats.assign(chunks)
         if fresh:
             (cleared,) = self._fresh.place([np.array(fresh, dtype=np.int64)])
             for group in self._groups:
                 clear_seats(group.slots, cleared)
         self._stage(chunks)
-        if self._moves.ahead:
+        if self._moves.beside:
             self._rows_written.publish()
             with self._streams.backend.use(self._side or self._streams.compute):
                 self._rows_written.wait()
-                self._copy_out([(spill.device, spill.host) for spill in self._moves.ahead])
-                self._left.publish()
+                self._copy_out(self._moves.ahead)
+                self._copy_back(self._moves.back)
+                self._moved.publish()
 
     def end_step(self) -> None:
-        """Behind a step: the next one writes to the places of the blocks that left."""
-        if self._moves.ahead:
-            self._left.wait()
+        """Behind a step: the next one writes to the places of blocks that left, and reads those that came back."""
+        if self._moves.beside:
+            self._moved.wait()
         self._moves, self._step_seats = Moves(), []
         self.staged_table = None
 
@@ -216,6 +190,8 @@ class HiSparseRuntime:
         return {
             "spilled_blocks": self.placement.num_spilled,
             "spilled_bytes": self.spilled_bytes,
+            "restored_blocks": self.placement.num_restored,
+            "restored_bytes": self.restored_bytes,
             "staged_bytes": self.staged_bytes,
             "free_device_blocks": self.placement.num_free_device,
             "free_host_blocks": self.placement.num_free_host,
@@ -225,16 +201,30 @@ class HiSparseRuntime:
         """After a step that failed: forget what lies where; sequences are computed anew."""
         self.placement.reset()
         self._seats.reset()
+        self._copied[:] = False
         self._moves, self._step_seats, self.staged_table = Moves(), [], None
 
-    def _copy_out(self, pairs: Sequence[tuple[int, int]]) -> None:
-        rows = self.placement.block_size
-        for layer in self.layers if pairs else ():
-            pool, host = self.arena.layer(layer), self.host.layer(layer)
-            for device, to in pairs:
-                source = pool[device * rows : (device + 1) * rows]
-                host[to * rows : (to + 1) * rows].copy_(source, non_blocking=True)
+    def _copy_out(self, spills: Sequence[Spill]) -> None:
+        for layer in self.layers if spills else ():
+            for spill in spills:
+                source, target = self._rows_of(spill, layer)
+                target.copy_(source, non_blocking=True)
                 self.spilled_bytes += source.numel() * source.itemsize
+        for spill in spills:
+            self._copied[spill.host] = True
+
+    def _copy_back(self, spills: Sequence[Spill]) -> None:
+        for layer in self.layers if spills else ():
+            for spill in spills:
+                target, source = self._rows_of(spill, layer)
+                target.copy_(source, non_blocking=True)
+                self.restored_bytes += source.numel() * source.itemsize
+
+    def _rows_of(self, spill: Spill, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A block's rows on the device, and those in the host pool."""
+        rows = self.placement.block_size
+        device, host = self.arena.layer(layer), self.host.layer(layer)
+        return device[spill.device * rows :][:rows], host[spill.host * rows :][:rows]
 
     def _stage(self, chunks: Sequence[Chunk]) -> None:
         """Plan which host blocks the step's prefills read, each once."""

@@ -24,7 +24,7 @@ class HostedSizes:
         seats: sequences with hot slots, scratch included.
         slots: hot slots of each.
         host_blocks: of the host pool.
-        staged: places for host blocks that prefills read.
+        staged: places for host blocks that the prefills of one step read.
         max_blocks: of the longest sequence.
         groups: of layers that share a selection; each has tables of its own.
     """
@@ -39,6 +39,13 @@ class HostedSizes:
     @property
     def hot_rows(self) -> int:
         return self.seats * self.slots
+
+    @property
+    def context_limit(self) -> int | None:
+        """Full blocks that a step's prefills may have behind them, lest more of them be on the host than can be staged;
+        None if that cannot happen."""
+        most = min(self.host_blocks, (self.seats - 1) * self.max_blocks)
+        return self.staged if self.staged < most else None
 
     def table_bytes(self, block_size: int) -> int:
         """Of one group: where each position is, four numbers a slot, and lists of rows to copy."""

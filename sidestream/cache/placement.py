@@ -17,10 +17,15 @@ import numpy.typing as npt
 from sidestream.core.batch import SCRATCH_BLOCK, Chunk
 from sidestream.errors import CapacityError
 
+BACK_A_STEP = 4
+"""Blocks that come back to the device beside one step: their copies must not outlast it."""
+ASKED_A_STEP = 32
+"""Blocks looked at in a step for what nobody needs any more, so that the host spends some microseconds on it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Spill:
-    """A block's rows are copied from the device to the host pool; the numbers are those of the two pools."""
+    """A block's rows are copied between the device and the host pool; the numbers are those of the two pools."""
 
     device: int
     host: int
@@ -33,10 +38,17 @@ class Moves:
     Attributes:
         now: before the step runs, since it writes to those places of the device.
         ahead: while it runs; the places are free for the step behind it.
+        back: while it runs, from the host to the device; the step behind it finds those blocks there.
     """
 
     now: tuple[Spill, ...] = ()
     ahead: tuple[Spill, ...] = ()
+    back: tuple[Spill, ...] = ()
+
+    @property
+    def beside(self) -> bool:
+        """Whether anything is copied while the step runs."""
+        return bool(self.ahead or self.back)
 
 
 class BlockPlacement:
@@ -44,14 +56,17 @@ class BlockPlacement:
 
     A block gets a place on the device when a step first writes to it and keeps it while there is room. When less than
     ``watermark`` places are free, full blocks are copied to the host, those written or taken over longest ago first.
-    What a step writes to stays on the device, as does every block that is not full.
+    What a step writes to stays on the device, as does every block that is not full. While more than twice the watermark
+    is free beside a block for each sequence, steps of decodes bring up to ``BACK_A_STEP`` blocks of one sequence back,
+    of another one in the next step: what came back does not leave at once.
 
     Args:
         is_dead: whether a block has neither an owner nor content that anybody could ask for.
     Attributes:
-        table: [num_blocks] int64: the place on the device, or -1 - the place in the host pool; scratch for blocks that
-            hold nothing.
-        num_spilled: blocks copied to the host so far.
+        table: [num_blocks] int64: the place on the device, or -1 - the place in the host pool; ``nowhere`` for blocks
+            that hold nothing.
+        nowhere: stands for the place behind the last one of the host pool, which nobody fills.
+        num_spilled, num_restored: blocks copied to the host and back so far.
         is_dead: as given; may be set later.
     Raises:
         CapacityError: there would be no place beside scratch.
@@ -71,8 +86,9 @@ class BlockPlacement:
         self.num_device, self.num_host, self.block_size = num_device, num_host, block_size
         self.watermark = watermark
         self.num_blocks = num_device + num_host
-        self.table: npt.NDArray[np.int64] = np.full(self.num_blocks, SCRATCH_BLOCK, dtype=np.int64)
-        self.num_spilled = 0
+        self.nowhere = -1 - num_host
+        self.table: npt.NDArray[np.int64] = np.full(self.num_blocks, self.nowhere, dtype=np.int64)
+        self.num_spilled = self.num_restored = 0
         self.is_dead = is_dead
         self._free_device: list[int] = []
         self._free_host: list[int] = []
@@ -81,6 +97,10 @@ class BlockPlacement:
         """Full blocks on the device, least recently used first."""
         self._leaving: dict[int, Spill] = {}
         """Blocks on the device whose copies are under way."""
+        self._returning: dict[int, Spill] = {}
+        """Blocks of the host pool whose copies are under way."""
+        self._turn = 0
+        self._asked: list[int] = []
         self.reset()
 
     @property
@@ -116,20 +136,25 @@ class BlockPlacement:
         assert all(self.table[block] > 0 for block in written), "a block that is not full has left the device"
         for chunk in chunks:
             self._use(self._filled(chunk))
-        return Moves(tuple(now), tuple(self._spill(self.watermark, busy)))
+        ahead = self._spill(self.watermark, busy)
+        calm = not (now or ahead) and all(chunk.is_decode for chunk in chunks)
+        return Moves(tuple(now), tuple(ahead), tuple(self._restore(chunks)) if calm else ())
 
     def reset(self) -> None:
         """Forget every block: after a step that failed nobody knows which copies were made."""
-        self.table[:] = SCRATCH_BLOCK
+        self.table[:] = self.nowhere
+        self.table[SCRATCH_BLOCK] = SCRATCH_BLOCK
         self._free_device = list(range(self.num_device - 1, 0, -1))
         self._free_host = list(range(self.num_host - 1, -1, -1))
         self._placed.clear()
         self._full.clear()
         self._leaving.clear()
+        self._returning.clear()
 
     def on_host(self, blocks: Iterable[int]) -> bool:
         """Whether a step that reads these blocks finds some in the host pool."""
-        return bool((self.table[list(blocks)] < 0).any())
+        held = self.table[list(blocks)]
+        return bool(((held < 0) & (held != self.nowhere)).any())
 
     def check_integrity(self) -> None:
         """Recount.
@@ -140,6 +165,7 @@ class BlockPlacement:
         device = [int(self.table[block]) for block in self._placed if self.table[block] >= 0]
         host = [int(-1 - self.table[block]) for block in self._placed if self.table[block] < 0]
         host += [spill.host for spill in self._leaving.values()]
+        device += [spill.device for spill in self._returning.values()]
         for name, used, free, every in (
             ("device", device, self._free_device, range(1, self.num_device)),
             ("host", host, self._free_host, range(self.num_host)),
@@ -147,6 +173,9 @@ class BlockPlacement:
             assert sorted(used + free) == list(every), f"{name} places: {sorted(used)} used, {sorted(free)} free"
         assert all(self.table[block] >= 0 for block in self._full), "a full block of the device is not on it"
         assert set(self._leaving) <= set(self._full), "a block leaves that is not on the device"
+        assert all(-1 - self.table[block] == spill.host for block, spill in self._returning.items()), "it has left"
+        nowhere = set(range(1, self.num_blocks)) - self._placed
+        assert (self.table[list(nowhere)] == self.nowhere).all(), "a block that holds nothing has a place"
 
     def _written(self, chunk: Chunk) -> list[int]:
         return self._blocks(chunk, chunk.start // self.block_size, -(-chunk.end // self.block_size))
@@ -176,7 +205,7 @@ class BlockPlacement:
         if block in self._placed and self.table[block] < 0:
             self._free_host.append(int(-1 - self.table[block]))
             self._placed.discard(block)
-            self.table[block] = SCRATCH_BLOCK
+            self.table[block] = self.nowhere
 
     def _settle(self) -> None:
         """Copies of the last step are done before this one runs."""
@@ -185,6 +214,11 @@ class BlockPlacement:
             self._free_device.append(spill.device)
             self.table[block] = -1 - spill.host
         self._leaving.clear()
+        for block, back in self._returning.items():
+            self.table[block] = back.device
+            self._free_host.append(back.host)
+            self._use((block,))
+        self._returning.clear()
 
     def _make_room(self, needed: int, busy: set[int]) -> list[Spill]:
         spills = self._spill(needed, busy)
@@ -218,9 +252,34 @@ class BlockPlacement:
         self.num_spilled += len(spills)
         return spills
 
+    def _restore(self, chunks: Sequence[Chunk]) -> list[Spill]:
+        """Let host blocks of one of these sequences come back while there is room to spare; another one's next time."""
+        if not chunks or len(self._free_host) == self.num_host:
+            return []
+        self._drop_some_dead()
+        room = min(len(self._free_device) - 2 * self.watermark - len(chunks), BACK_A_STEP)
+        if room <= 0:
+            return []
+        self._turn = (self._turn + 1) % len(chunks)
+        blocks = np.unique(np.array(chunks[self._turn].block_ids, dtype=np.int64))
+        held = self.table[blocks]
+        for block in blocks[(held < 0) & (held != self.nowhere)][:room].tolist():
+            self._returning[block] = Spill(device=self._free_device.pop(), host=int(-1 - self.table[block]))
+        self.num_restored += len(self._returning)
+        return list(self._returning.values())
+
+    def _drop_some_dead(self) -> None:
+        """Ask of a few blocks on the device, others in each step, whether they still hold anything."""
+        if not self._asked:
+            self._asked = list(self._placed)
+        for _ in range(min(ASKED_A_STEP, len(self._asked))):
+            block = self._asked.pop()
+            if block in self._placed and self.table[block] > 0 and self.is_dead(block):
+                self._drop(block)
+
     def _drop(self, block: int) -> None:
         self._forget_content(block)
         if block in self._placed:
             self._free_device.append(int(self.table[block]))
             self._placed.discard(block)
-            self.table[block] = SCRATCH_BLOCK
+            self.table[block] = self.nowhere

@@ -51,6 +51,8 @@ class EngineConfig:
         hisparse_hot_factor: hot slots of a sequence, for rows of its host blocks that decode selects, as a multiple of
             the model's ``index_topk``.
         hisparse_watermark: share of the device's KV blocks that is kept free, by copies to the host ahead of need.
+        hisparse_staged_tokens: of context, in all, that the prefills of one step may have behind them: the device keeps
+            room for so many rows of one layer. None is two of the longest sequences.
         seed: of requests that bring none, and of dummy weights.
     """
 
@@ -75,4 +77,5 @@ class EngineConfig:
     hisparse_host_memory: int | float | str | None = None
     hisparse_hot_factor: int = 2
     hisparse_watermark: float = 0.125
+    hisparse_staged_tokens: int | None = None
     seed: int = 0

@@ -38,6 +38,7 @@ class ResolvedConfig:
         host_memory: bytes of the host pool of HiSparse; 0 without one.
         hot_factor: hot slots of a sequence in multiples of ``index_topk``.
         watermark: share of the device's blocks that is kept free with a host pool.
+        staged_tokens: of context behind the prefills of one step; None is two of the longest sequences.
         rollback: tokens that a sequence may take back (0 without speculation).
     """
 
@@ -65,6 +66,7 @@ class ResolvedConfig:
     host_memory: int = 0
     hot_factor: int = 2
     watermark: float = 0.125
+    staged_tokens: int | None = None
     rollback: int = 0
 
     @property
@@ -174,6 +176,7 @@ def resolve(user: EngineConfig, model: ModelConfig, *, cuda_available: bool, dev
         host_memory=_host_memory(user, model),
         hot_factor=user.hisparse_hot_factor,
         watermark=user.hisparse_watermark,
+        staged_tokens=user.hisparse_staged_tokens,
     )
 
 
@@ -189,6 +192,9 @@ def _host_memory(user: EngineConfig, model: ModelConfig) -> int:
     share = user.hisparse_watermark
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
         raise ConfigError(f"hisparse_watermark must be a share from 0 to 1, got {share!r}")
+    staged = user.hisparse_staged_tokens
+    if staged is not None and (isinstance(staged, bool) or not isinstance(staged, int) or staged < 1):
+        raise ConfigError(f"hisparse_staged_tokens must be a positive integer or None, got {staged!r}")
     if user.hisparse_host_memory is None:
         return 0
     dense = model.layers_of(AttentionKind.DENSE_MLA)

@@ -24,7 +24,7 @@ from sidestream.core.protocols import LayerObserver
 from sidestream.engine.compile_steps import compile_steps
 from sidestream.engine.device_memory import DeviceMemory
 from sidestream.engine.held_bytes import bytes_of
-from sidestream.engine.hosting import hosted_sizes, open_hisparse, require_working_room
+from sidestream.engine.hosting import hosted_sizes, open_hisparse, require_working_room, shrunk_to_fit
 from sidestream.engine.largest_steps import largest_steps
 from sidestream.engine.ledger import CONTEXT, WEIGHTS, Ledger, in_use
 from sidestream.engine.load import Zeros, construct, load_model, weight_bytes
@@ -111,8 +111,9 @@ def build_engine(
     _kernels(config)
     clock.end("config")
     memory = _device_memory(backend)
-    hosted = hosted_sizes(config, groups)
     foreseen = {} if memory is None else _foresee(config, groups, backend, memory, weights=weights)
+    fitting = shrunk_to_fit(config, groups, weights=weights, beside=foreseen)
+    hosted = hosted_sizes(fitting, groups)
     if hosted is not None:
         foreseen = {**foreseen, **hosted.bytes_by_kind(groups)}
     num_snapshots = count_snapshots(config, groups, weights=weights, beside=sum(foreseen.values()))
@@ -120,7 +121,7 @@ def build_engine(
         foreseen = {**foreseen, SNAPSHOTS: num_snapshots * groups.bytes_per_slot}
     host_blocks = hosted.host_blocks if hosted is not None else 0
     places, num_slots, max_model_len = size_pools(
-        config, groups, weights=weights, beside=foreseen, host_blocks=host_blocks
+        fitting, groups, weights=weights, beside=foreseen, host_blocks=host_blocks
     )
     num_blocks = places + host_blocks
     if hosted is not None:

@@ -14,6 +14,7 @@ from sidestream.cache.groups import plan_cache_groups
 from sidestream.config.engine import EngineConfig
 from sidestream.config.model import AttentionKind, IndexerKind, ModelConfig
 from sidestream.config.resolved import DTYPES, resolve
+from sidestream.engine.hosting import STAGED_SEQUENCES
 from sidestream.engine.load import weight_bytes
 from sidestream.errors import ConfigError
 from sidestream.ops.kv_rows import kv_row_layout
@@ -133,11 +134,11 @@ def capacity(model: ModelConfig, settings: CapacitySettings) -> Capacity:
     resident = _fit(free, settings.context, a_sequence=state, a_token=kv + keys)
     hosted = None
     if sparse:
-        # A prefill may stage all host blocks of its sequence, a layer at a time; each group knows where every row is.
-        staged = settings.context * kv / len(groups.kv.layers)
+        # Prefills may stage the host blocks of a few sequences, a layer at a time; each group knows where every row is.
+        staged = STAGED_SEQUENCES * settings.context * kv / len(groups.kv.layers)
         leaders = sum(layer.indexer is IndexerKind.FULL for layer in model.layers)
         tables = leaders * (4 * settings.context + 32 * slots)
-        on_device = _fit(free, settings.context, a_sequence=int(state + hot + staged + tables), a_token=keys)
+        on_device = _fit(free - staged, settings.context, a_sequence=int(state + hot + tables), a_token=keys)
         in_host = _fit(settings.host_memory, settings.context, a_sequence=0, a_token=kv, limit="host memory")
         hosted = min(on_device, in_host, key=lambda fit: fit.requests)
     return Capacity(

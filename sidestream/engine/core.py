@@ -134,6 +134,7 @@ class EngineCore:
                 needs_snapshots=config.needs_snapshots,
                 num_snapshots=built.num_snapshots,
                 snapshot_interval=config.snapshot_interval,
+                max_prefill_context=None if built.pools.hosted is None else built.pools.hosted.sizes.context_limit,
                 prefix_salt=chain_root(repr((config.model, config.dtype, config.kv_cache_dtype)).encode()),
             ),
             pacer=self._pacer,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import replace
+
 from sidestream.cache.groups import CacheGroups
 from sidestream.cache.hisparse import HiSparseRuntime
 from sidestream.cache.hosted_rows import HostedSizes
@@ -9,18 +13,22 @@ from sidestream.cache.placement import BlockPlacement
 from sidestream.cache.pools import CachePools
 from sidestream.config.model import IndexerKind
 from sidestream.config.resolved import ResolvedConfig
+from sidestream.engine.pool_sizes import count_snapshots, size_pools
 from sidestream.errors import CapacityError
 from sidestream.streams import Streams
+
+STAGED_SEQUENCES = 2
+"""Prefills of so many of the longest sequences can be staged at once, unless the user says otherwise."""
 
 
 def hosted_sizes(config: ResolvedConfig, groups: CacheGroups) -> HostedSizes | None:
     """Sizes that follow from the settings; None without a host pool.
 
     Hot slots are never fewer than a step of one sequence selects, and no more than the longest sequence has rows. A
-    prefill may read every host block of its sequence, so that many can be staged.
+    prefill may read every host block of its sequence, so those of the longest can be staged whatever the setting.
 
     Raises:
-        CapacityError: the host pool would hold no block, or the hot slots less than a step needs.
+        CapacityError: the host pool would hold no block, or hot slots or staging places are less than a step needs.
     """
     if not config.host_memory:
         return None
@@ -39,14 +47,56 @@ def hosted_sizes(config: ResolvedConfig, groups: CacheGroups) -> HostedSizes | N
             f"{config.hot_factor * indexer.topk} hot slots; raise it"
         )
     longest = -(-config.max_model_len // config.block_size)
+    if config.staged_tokens is None:
+        staged = STAGED_SEQUENCES * longest
+    else:
+        staged = -(-config.staged_tokens // config.block_size)
+    if staged < min(longest, host_blocks):
+        raise CapacityError(
+            f"hisparse_staged_tokens {config.staged_tokens} is less than the {min(longest, host_blocks)} KV blocks of "
+            f"{config.block_size} that one sequence of max_model_len {config.max_model_len} may have in the host pool "
+            "and its prefill may read; raise it, or lower max_model_len"
+        )
     return HostedSizes(
         seats=config.max_num_seqs + 1,
         slots=min(config.hot_factor * indexer.topk, longest * config.block_size),
         host_blocks=host_blocks,
-        staged=min(host_blocks, config.max_num_seqs * longest),
+        staged=min(host_blocks, config.max_num_seqs * longest, staged),
         max_blocks=longest,
         groups=sum(layer.indexer is IndexerKind.FULL for layer in config.model.layers),
     )
+
+
+def shrunk_to_fit(
+    config: ResolvedConfig, groups: CacheGroups, *, weights: int, beside: Mapping[str, int]
+) -> ResolvedConfig:
+    """With a host pool and a length that may shrink: the longest that fits beside hot slots, tables and staging places
+    of that length. Whatever else is the matter is left to be found where pools are sized.
+
+    Args:
+        beside: what counts against the budget beside weights and caches: name -> bytes.
+    """
+    if not (config.host_memory and config.shrink_max_model_len):
+        return config
+
+    def fits(blocks: int) -> bool:
+        length = min(blocks * config.block_size, config.max_model_len)
+        tried = replace(config, max_model_len=length, shrink_max_model_len=False)
+        try:
+            hosted = hosted_sizes(tried, groups)
+            assert hosted is not None
+            others = {**beside, **hosted.bytes_by_kind(groups)}
+            snapshots = count_snapshots(tried, groups, weights=weights, beside=sum(others.values()))
+            others["snapshots"] = snapshots * groups.bytes_per_slot
+            sized = size_pools(tried, groups, weights=weights, beside=others, host_blocks=hosted.host_blocks)
+            require_working_room(tried, sized[0], max_model_len=length)
+        except CapacityError:
+            return False
+        return True
+
+    longest = -(-config.max_model_len // config.block_size)
+    fitting = bisect_left(range(1, longest + 1), True, key=lambda blocks: not fits(blocks))
+    return replace(config, max_model_len=min(max(fitting, 1) * config.block_size, config.max_model_len))
 
 
 def require_working_room(config: ResolvedConfig, places: int, *, max_model_len: int) -> None:
@@ -58,6 +108,7 @@ def require_working_room(config: ResolvedConfig, places: int, *, max_model_len: 
     tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
     # A step begins blocks for its tokens, one more for each sequence; each sequence has one that is not full.
     needed = -(-tokens // config.block_size) + 2 * config.max_num_seqs
+    needed = min(needed, config.max_num_seqs * -(-max_model_len // config.block_size))
     if places - 1 < needed:
         raise CapacityError(
             f"{places - 1} KV blocks on the device are less than the {needed} that one step may write to with "
@@ -73,6 +124,7 @@ def open_hisparse(
     rows = pools.hosted
     if rows is None:
         return None
+    assert max_blocks == rows.sizes.max_blocks, f"tables of {rows.sizes.max_blocks} blocks for {max_blocks}"
     placement = BlockPlacement(
         num_device=rows.places,
         num_host=rows.sizes.host_blocks,

@@ -36,6 +36,8 @@ class SchedulerConfig:
             behind each of twice the length.
         prefix_salt: what cached content depends on beside the tokens.
         shared_prefix_wait: steps that a sequence waits at most for one that computes the same prefix.
+        max_prefill_context: full blocks, in all, that the prefills of a step may have behind them; one sequence may
+            always. None is no limit.
     Raises:
         ConfigError: naming the value and the limit.
     """
@@ -57,6 +59,7 @@ class SchedulerConfig:
     first_guess: int = FIRST_GUESS_TOKENS
     prefix_salt: bytes = b""
     shared_prefix_wait: int = DEFAULT_SHARED_PREFIX_WAIT
+    max_prefill_context: int | None = None
 
     def __post_init__(self) -> None:
         least = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "max_model_len": 2, "prefill_quantum": 1}

@@ -46,3 +46,23 @@ def shares_by_turn(needs: Sequence[int], budget: int, *, quantum: int) -> list[i
         left -= min(least, left)
         served += 1
     return fair_shares(needs[:served], budget)
+
+
+def within_limit(sizes: Sequence[int], *, ahead: Sequence[bool], limit: int) -> list[int]:
+    """Choose, in the order of turns, as many as fit a limit together; the first in any case. One that does not fit lets
+    those behind it by.
+
+    Args:
+        ahead: whether one may go ahead of others that were left out; all others keep their order.
+    Returns:
+        Their indices.
+    """
+    chosen: list[int] = []
+    left, blocked = limit, False
+    for i, size in enumerate(sizes):
+        if (chosen and size > left) or (blocked and not ahead[i]):
+            blocked = blocked or not ahead[i]
+            continue
+        left -= size
+        chosen.append(i)
+    return chosen

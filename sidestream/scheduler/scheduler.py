@@ -31,7 +31,7 @@ from sidestream.core.request import Request
 from sidestream.errors import RequestError
 from sidestream.scheduler.admission import AdmissionRoom
 from sidestream.scheduler.config import SchedulerConfig, check_request
-from sidestream.scheduler.fair_share import shares_by_turn
+from sidestream.scheduler.fair_share import shares_by_turn, within_limit
 from sidestream.scheduler.integrity import check_blocks, check_queues
 from sidestream.scheduler.prefill_pacer import PrefillPacer
 from sidestream.scheduler.prefixes import Prefixes
@@ -265,6 +265,10 @@ class Scheduler:
             turns.append((latest, sequence))
         turns.sort(key=lambda turn: turn[0])
         ordered = [sequence for _, sequence in turns]
+        if (limit := self.config.max_prefill_context) is not None:
+            sizes = [sequence.prefill_start // self.config.block_size for sequence in ordered]
+            fitting = within_limit(sizes, ahead=[s.running for s in ordered], limit=limit)
+            ordered = [ordered[i] for i in fitting]
         needs = [self._prefixes.chunk(sequence, budget) for sequence in ordered]
         shares = shares_by_turn(needs, budget, quantum=self.config.prefill_quantum)
         return ordered[: len(shares)], shares

@@ -34,8 +34,8 @@ def test_deepseek_v32_by_hand() -> None:
     free = 141 * 10**9 - 6 * GIB - found.weights
     assert found.resident.requests == free // (65536 * 61 * (576 + 128) * 2)
     assert found.hosted is not None
-    staged, tables = 65536 * 576 * 2, 61 * (4 * 65536 + 32 * 2 * 2048)
-    on_device = free // (65536 * 61 * 128 * 2 + found.hot_per_sequence + staged + tables)
+    staged, tables = 2 * 65536 * 576 * 2, 61 * (4 * 65536 + 32 * 2 * 2048)
+    on_device = (free - staged) // (65536 * 61 * 128 * 2 + found.hot_per_sequence + tables)
     assert found.hosted.requests == min(on_device, 40 * GIB // (65536 * 61 * 576 * 2))
     assert found.hosted.tokens == 65536 * found.hosted.requests
     assert found.hosted.limit == "host memory"

@@ -81,6 +81,7 @@ class VerifySettings:
             num_blocks=step,
             hisparse_host_memory=blocks * resident.block_size * model.num_layers * row,
             hisparse_watermark=1.0,
+            hisparse_staged_tokens=blocks * resident.block_size,  # as many prefills a step as beside all of it
         )
 
     def engine(self, model: ModelConfig, prompts: Sequence[Sequence[int]], *, device: str) -> EngineConfig:

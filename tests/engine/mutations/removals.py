@@ -28,7 +28,7 @@ from tests.engine.mutations.fault import (
     READ_EARLY,
     REWRITTEN,
 )
-from tests.engine.mutations.findings import Finding, LostOverlap, OtherTokens, Refused, Unordered
+from tests.engine.mutations.findings import Finding, LostOverlap, Refused, Unordered
 from tests.engine.mutations.sites import Edit
 from tests.engine.mutations.subject import Workload
 
@@ -55,8 +55,8 @@ POOLS_UNWRITTEN = Removal(NONE, Unordered("read after write", "_blocks", "_score
 HOSTED = Workload("none", hisparse=True)
 HISPARSE = "cache/hisparse.py HiSparseRuntime"
 BEGINS = f"{HISPARSE}.begin_step"
-NO_SPILL = Refused(HandoffError, ("KV rows of the last step", "copies of blocks that leave", "never published"))
-UNHOSTED = OtherTokens()
+NO_SPILL = Refused(HandoffError, ("KV rows of the last step", "copies of blocks that move", "never published"))
+UNHOSTED = Refused(AssertionError, ("rows of blocks", "are nowhere"))
 UNREAD = Removal(NONE, Unordered("read after write", "keep", "read"))
 
 REMOVALS: dict[str, Removal] = {
@@ -97,11 +97,13 @@ REMOVALS: dict[str, Removal] = {
     f"{RESOLVES}: self.rows_ready[layer].wait()": Removal(HOSTED, Unordered("read after write", "copy_rows")),
     f"{BEGINS}: self._rows_written.publish()": Removal(HOSTED, NO_SPILL),
     f"{BEGINS}: self._streams.backend.use(self._side or self._streams.compute)": Removal(
-        HOSTED, LostOverlap("blocks that left")
+        HOSTED, LostOverlap("blocks that moved")
     ),
     f"{BEGINS}: self._rows_written.wait()": Removal(HOSTED, Unordered("read after write", "", "_copy_out")),
-    f"{BEGINS}: self._left.publish()": Removal(HOSTED, Refused(HandoffError, ("blocks that left", "never published"))),
-    f"{HISPARSE}.end_step: self._left.wait()": Removal(HOSTED, Unordered("write after read", "_copy_out")),
+    f"{BEGINS}: self._moved.publish()": Removal(
+        HOSTED, Refused(HandoffError, ("blocks that moved", "never published"))
+    ),
+    f"{HISPARSE}.end_step: self._moved.wait()": Removal(HOSTED, Unordered("write after read", "_copy_out")),
     "engine/runner.py ModelRunner.forward: self.hisparse.begin_step(chunks)": Removal(HOSTED, UNHOSTED),
     "layers/indexer.py Indexer._select: context.index_sink.set_logical_topk_ready(self.layer)": NEVER_PUBLISHED,
     "streams/handoff.py Handoff.publish: backend.record(mark)": READ_EARLY_EAGERLY,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sidestream.engine.build import in_graph_mode
+from tests.engine.hisparse.spilled_rows import check_spilled_rows, settings_for
 from tests.gpu.engine.machine import bundled, prompts, run
 
 pytestmark = pytest.mark.gpu
@@ -32,3 +33,18 @@ def test_the_same_bits_in_every_mode(dtype: str) -> None:
             assert stats.spilled_blocks > 50
             assert stats.missed_rows > 0
             runtime.placement.check_integrity()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_ds_mla", "mxfp8"])
+@pytest.mark.parametrize("mode", ["none", "piecewise", "full"])
+def test_spilled_rows_are_what_they_were_on_the_device(mode: str, kv_cache_dtype: str) -> None:
+    """PITFALLS 7, in blocks of 16 tokens."""
+    prompt = 700
+    built = bundled(
+        mode,
+        dtype="bfloat16",
+        kv_cache_dtype=kv_cache_dtype,
+        hisparse_host_memory=HOST_BYTES,
+        **settings_for(prompt, 16, chunk=256),
+    )
+    check_spilled_rows(built, prompt)
