@@ -257,6 +257,14 @@ class PrefixCache:
         self.lose(sequence)
         self.tree.leave(sequence.path)
 
+    def withdraw(self, others: Collection[CachedSequence]) -> None:
+        """``open`` was interrupted: make it undone, wherever it was.
+
+        Args:
+            others: all that are open beside that one.
+        """
+        self.tree.rebuild([sequence.path for sequence in others])
+
     def check_integrity(self, sequences: Collection[CachedSequence]) -> None:
         """Recount tree and snapshots; an AssertionError names what differs."""
         self.tree.check_integrity([sequence.path for sequence in sequences])

@@ -102,6 +102,28 @@ class PrefixTree:
             if current is not None:
                 current.children -= 1
 
+    def rebuild(self, paths: Iterable[Sequence[PrefixNode]]) -> None:
+        """Count anew what keeps each node, and forget what nothing keeps: ``extend`` was interrupted somewhere.
+
+        Args:
+            paths: of all unfinished sequences.
+        """
+        for node in self.nodes.values():
+            node.children = node.ends = 0
+        for path in paths:
+            if path:
+                path[-1].ends += 1
+        kept: dict[bytes, PrefixNode] = {}
+        for node in self.nodes.values():
+            current: PrefixNode | None = node if node.ends or node.block is not None else None
+            while current is not None and current.content not in kept:
+                kept[current.content] = current
+                current = current.parent
+        for node in kept.values():
+            if node.parent is not None:
+                node.parent.children += 1
+        self.nodes = kept
+
     def check_integrity(self, paths: Iterable[Sequence[PrefixNode]]) -> None:
         """Recount what keeps each node, given the paths of all unfinished sequences.
 

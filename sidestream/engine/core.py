@@ -144,14 +144,20 @@ class EngineCore:
             self._runner.hisparse.placement.is_dead = self.scheduler.is_dead_block
 
     def add(self, request: Request) -> None:
-        """Queue a request; RequestError or CapacityError if it can never run."""
-        self.scheduler.add(request)
+        """Queue a request; RequestError or CapacityError if it can never run. If it fails, by an interrupt for example,
+        nothing has changed."""
+        name = request.request_id
+        known = name in self._tokens
         try:
+            self.scheduler.add(request)
             self._masks.add(request)
+            self._tokens[name] = _Tokens(request, list(request.prompt_token_ids))
         except BaseException:
-            self.scheduler.abort(request.request_id)
+            if not known:
+                self._tokens.pop(name, None)
+                self._masks.drop(name)
+                self.scheduler.abort(name)
             raise
-        self._tokens[request.request_id] = _Tokens(request, list(request.prompt_token_ids))
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it is; whether there was one.

@@ -52,6 +52,11 @@ class Prefixes:
             tokens = (*prompt, *generated) if generated else prompt
             sequence.prefix = self._cache.open(tokens, num_prompt=len(prompt), salt=request.cache_salt)
 
+    def withdraw(self, others: Collection[Sequence]) -> None:
+        """``open`` was interrupted, or what came behind it: the cache knows these alone again."""
+        if self._cache is not None:
+            self._cache.withdraw([sequence.prefix for sequence in others if sequence.prefix is not None])
+
     def candidates(self, waiting: Iterable[Sequence], seats: int) -> list[Sequence]:
         """The waiting sequences for which there are seats, in order, but for those that better wait for a prefix."""
         found: list[Sequence] = []

@@ -22,6 +22,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Listing
+from itertools import count
 
 from sidestream.cache.prefix_stats import PrefixStats
 from sidestream.cache.slots import SlotPool
@@ -58,7 +59,7 @@ class Scheduler:
         self.num_recomputed_tokens = 0
         self.num_paced_steps = 0
         self.prefix_stats = PrefixStats()
-        self._num_arrived = 0
+        self._arrivals = count()
         self._num_steps = 0
         self._reset()
 
@@ -95,7 +96,7 @@ class Scheduler:
         return self.config.room(num_prompt_tokens)
 
     def add(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request; if it fails, by an interrupt for example, nothing has changed.
 
         Raises:
             RequestError: the prompt is empty or too long for ``max_model_len``, or the id is in use.
@@ -108,16 +109,17 @@ class Scheduler:
         if name in self._sequences:
             raise RequestError(f"request id {name!r} is in use by an unfinished request; choose another")
         check_request(request, self.config)
-        sequence = Sequence(
-            request,
-            arrival=self._num_arrived,
-            max_tokens=min(request.max_tokens, self.config.room(prompt)),
-            served_step=self._num_steps - 1,
-        )
-        self._num_arrived += 1
-        self._sequences[name] = sequence
-        self._waiting.append(sequence)
-        self._prefixes.open(sequence, generated)
+        most, served = min(request.max_tokens, self.config.room(prompt)), self._num_steps - 1
+        sequence = Sequence(request, arrival=next(self._arrivals), max_tokens=most, served_step=served)
+        try:
+            self._prefixes.open(sequence, generated)
+            self._waiting.append(sequence)
+            self._sequences[name] = sequence
+        except BaseException:  # an interrupt may come anywhere
+            self._sequences.pop(name, None)
+            self._waiting = deque(other for other in self._waiting if other is not sequence)
+            self._prefixes.withdraw(self._sequences.values())
+            raise
         return sequence
 
     def abort(self, request_id: str) -> bool:
@@ -335,8 +337,7 @@ class Scheduler:
     def _issue(self, plan: dict[Sequence, int]) -> ScheduledStep:
         """Turn the plan, decodes first, into chunks and count it as done: the next step builds on it."""
         chunks, sampling = [], []
-        restores: list[SlotCopy] = []
-        snapshots: list[SlotCopy] = []
+        restores, snapshots = list[SlotCopy](), list[SlotCopy]()
         self._prefixes.begin_step()
         for sequence, length in plan.items():
             start, decode = sequence.num_computed, not sequence.is_prefilling
@@ -345,17 +346,18 @@ class Scheduler:
             sequence.num_computed += length
             splits, copies = self._prefixes.computed(sequence, decode=decode)
             snapshots += copies
-            chunk = Chunk(
-                request_id=sequence.request_id,
-                start=start,
-                length=length,
-                block_ids=sequence.block_ids,
-                slot=sequence.slot,
-                is_decode=decode,
-                samples=samples,
-                splits=splits,
+            chunks.append(
+                Chunk(
+                    request_id=sequence.request_id,
+                    start=start,
+                    length=length,
+                    block_ids=sequence.block_ids,
+                    slot=sequence.slot,
+                    is_decode=decode,
+                    samples=samples,
+                    splits=splits,
+                )
             )
-            chunks.append(chunk)
             if samples:
                 sequence.num_in_flight += 1
                 sampling.append(sequence)

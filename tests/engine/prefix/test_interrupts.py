@@ -1,0 +1,115 @@
+"""An interrupt anywhere within ``add``: the request is there whole or not at all, and nobody else notices."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from sidestream.core.request import Request
+from sidestream.core.sampling_params import SamplingParams
+from tests.engine.harness import random_sequences
+from tests.engine.prefix.serving import VOCAB, Serving
+from tests.tiny_models import VARIANTS, build_oracle, save_checkpoint
+
+STEM, TAIL, OTHER = random_sequences((40, 30, 20), vocab=VOCAB, seed=3)
+
+
+class InterruptAt:
+    """Raises before the n-th bytecode that the package runs in this block; ``reached`` says whether it has so many."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+        self.reached = False
+
+    def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if "sidestream" not in frame.f_code.co_filename or "tests" in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes = True
+        return self._within
+
+    def _within(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "opcode":
+            self._left -= 1
+            if self._left < 0:
+                self.reached = True
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._within
+
+    def __enter__(self) -> InterruptAt:
+        self._before = sys.gettrace()
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+
+def make_request(name: str, prompt: list[int]) -> Request:
+    return Request(name, tuple(prompt), SamplingParams(temperature=0.0), 0, 3, frozenset(), ())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    architecture, overrides = VARIANTS["next"]
+    return save_checkpoint(build_oracle(architecture, 11, **overrides), tmp_path_factory.mktemp("next"))
+
+
+def test_a_request_is_added_whole_or_not_at_all(folder: Path) -> None:
+    """Beside one that waits with half of its prompt, one that is cached, and one that continues a cached one."""
+    serving = Serving(folder, recorded=False)
+    serving.serve("cached", [*STEM, 5], max_tokens=1)
+    waiting = serving.add("waiting", [*STEM[:32], *OTHER], max_tokens=3)
+    core = serving.core
+    cache = core.scheduler._prefixes._cache
+    assert cache is not None
+    nodes = set(cache.tree.nodes)
+    request = make_request("new", [*STEM, *TAIL])
+    outcomes = {True: 0, False: 0}
+    number = 0
+    while True:
+        with InterruptAt(number) as interrupt:
+            try:
+                core.add(request)
+            except KeyboardInterrupt:
+                assert interrupt.reached
+        if not interrupt.reached:
+            break
+        added = "new" in core._tokens
+        assert added == ("new" in core.scheduler._sequences), number
+        core.scheduler.check_integrity()
+        outcomes[added] += 1
+        if added:
+            assert core.abort("new")
+        assert set(cache.tree.nodes) == nodes, number
+        number += 1
+    assert outcomes[False] > 300, "it has so many bytecodes, at least"
+    assert outcomes[True] < 20, "what comes behind the last of them"
+    serving.served["new"] = serving.served["waiting"]
+    assert core.abort("new")
+    serving.run()
+    assert len(waiting.tokens) == 3
+    assert waiting.tokens == Serving(folder, recorded=False).serve("alone", waiting.prompt, max_tokens=3).tokens
+
+
+def test_an_id_in_use_stays_with_its_owner(folder: Path) -> None:
+    """Adding it again, interrupted anywhere, ends neither the one that has it nor what it waits for."""
+    serving = Serving(folder, recorded=False)
+    waiting = serving.add("same", [*STEM, *OTHER], max_tokens=3)
+    number = 0
+    while True:
+        with InterruptAt(number) as interrupt, pytest.raises((KeyboardInterrupt, Exception)) as failure:
+            serving.core.add(make_request("same", TAIL))
+        serving.core.scheduler.check_integrity()
+        assert "same" in serving.core._tokens
+        if not interrupt.reached:
+            assert "is in use" in str(failure.value)
+            break
+        number += 1
+    assert number > 10
+    serving.run()
+    assert len(waiting.tokens) == 3
