@@ -101,7 +101,9 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
     async def health() -> Response:
         if not service.alive:
             _ = service.engine
-        return JSONAnswer({"status": "ok", "model": service.settings.model_name, "ready": service.ready})
+        settings = service.settings
+        about = {"model": settings.model_name, "ready": service.ready, "api_key": settings.api_key is not None}
+        return JSONAnswer({"status": "ok"} | about)
 
     @app.get("/ready", summary="Requests are served now")
     async def ready() -> Response:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Sequence
+import socket
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import uvicorn
 from fastapi import FastAPI
 
 from sidestream.config.engine import EngineConfig
 from sidestream.config.model import ModelConfig
+from sidestream.core.request import FinishReason
 from sidestream.core.sampling_params import SamplingParams
 from sidestream.engine.async_engine import Delta
 from sidestream.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt
@@ -42,8 +47,9 @@ class StandIn:
         self.tokenizer = load_tokenizer(folder)
         self.architecture = model.architecture
         self.dead: str | None = None
+        ledger = {"parts": {"weights": {"measured": 3 * 2**20}}, "measured": 3 * 2**20, "budget": 2**23}
         self.ready = SimpleNamespace(
-            max_model_len=MAX_MODEL_LEN, vocab_size=model.vocab_size, num_blocks=4, block_size=64, ledger={"parts": {}}
+            max_model_len=MAX_MODEL_LEN, vocab_size=model.vocab_size, num_blocks=4, block_size=64, ledger=ledger
         )
         self.state = EngineState(free_blocks=4)
         self.script = script
@@ -65,9 +71,9 @@ class StandIn:
         finally:
             self.open -= 1
 
-    def delta(self, prompt: ProcessedPrompt, text: str) -> Delta:
-        output = self._outputs.add(prompt)
-        return Delta(0, 0, text, 5, None, None, None, output)
+    def delta(self, prompt: ProcessedPrompt, text: str, reason: FinishReason | None = None) -> Delta:
+        """A token of a prompt's only completion."""
+        return Delta(0, 0, text, 5, None, reason, None, self._outputs.add(prompt))
 
 
 async def nothing(batch: Sequence[ProcessedPrompt]) -> AsyncGenerator[list[Delta], None]:
@@ -88,6 +94,20 @@ def make(**settings: Any) -> tuple[FastAPI, Service, StandIn]:
     engine = StandIn(folder, nothing)
     service.serve(engine)  # type: ignore[arg-type]
     return app, service, engine
+
+
+@contextmanager
+def served(app: FastAPI) -> Iterator[str]:
+    """The application on a free port of this machine, in a thread; its address."""
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="warning", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 def call(app: FastAPI, method: str, path: str, **request: Any) -> httpx.Response:

@@ -61,7 +61,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"suffix": "x"}, "suffix"),
     ({"request_id": "again"}, "'request_id' is not a field"),
-    ({"max_token": 5}, "is 'max_tokens' meant"),
+    ({"temprature": 1}, "is 'temperature' meant"),
     ({"model": "\ud800"}, "model"),
 ]
 

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
+from sidestream.core.request import FinishReason
+from sidestream.engine.async_engine import Delta
+from sidestream.engine.input_processor import ProcessedPrompt
+from sidestream.errors import EngineDeadError
+from tests.server.in_process import make, served
 from tests.server.live_server import LiveServer
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HARMLESS = "^data:|completions failed: net::ERR_ABORTED"
 """Stopped streams, and some that were read to their end: Chromium may let go of those before it notes the end."""
-EXPECTED = {"test_a_refusal_is_shown": HARMLESS + "|status of 400"}
 
 
-@pytest.fixture
-def page(server: LiveServer, request: pytest.FixtureRequest) -> Iterator[Page]:
-    """The open dashboard; whatever the console says or a request fails is an error."""
+@contextmanager
+def dashboard(address: str, *, refusals: str = "") -> Iterator[Page]:
+    """The open page; whatever the console says, or a request fails, is an error, unless it is one of ``refusals``."""
     if CHROMIUM is None:
         pytest.skip("there is no Chromium here")
     troubles: list[str] = []
@@ -29,13 +34,21 @@ def page(server: LiveServer, request: pytest.FixtureRequest) -> Iterator[Page]:
         made.on("console", lambda message: troubles.append(f"{message.type}: {message.text}"))
         made.on("pageerror", lambda error: troubles.append(str(error)))
         made.on("requestfailed", lambda request: troubles.append(f"{request.url} failed: {request.failure}"))
-        made.on("request", lambda request: troubles.append(request.url) if server.url not in request.url else None)
-        made.goto(server.url + "/dashboard")
+        made.on("request", lambda request: troubles.append(request.url) if address not in request.url else None)
+        made.goto(address + "/dashboard")
         expect(made.get_by_role("status")).to_have_text("ready", timeout=60_000)
         yield made
         browser.close()
-    harmless = EXPECTED.get(request.node.name, HARMLESS)
+    harmless = f"{HARMLESS}|{refusals}" if refusals else HARMLESS
     assert [trouble for trouble in troubles if not re.search(harmless, trouble)] == []
+
+
+@pytest.fixture
+def page(server: LiveServer, request: pytest.FixtureRequest) -> Iterator[Page]:
+    """The dashboard of a real server."""
+    refusals = "status of 400" if request.node.name == "test_a_refusal_is_shown" else ""
+    with dashboard(server.url, refusals=refusals) as made:
+        yield made
 
 
 def test_a_completion_streams_and_the_charts_show_it(page: Page) -> None:
@@ -72,3 +85,61 @@ def test_a_refusal_is_shown(page: Page) -> None:
     with page.expect_console_message(lambda message: "400" in message.text):
         page.get_by_role("button", name="Send").click()
         expect(page.locator("#timing")).to_contain_text("the prompt is an empty string")
+
+
+def test_a_server_without_a_key_asks_for_none(page: Page) -> None:
+    expect(page.locator("#parts")).to_contain_text("weights")
+    expect(page.locator("#ask")).to_be_hidden()
+
+
+def test_the_key_is_asked_for_once_and_sent_with_all_that_needs_it() -> None:
+    app, _, engine = make(api_key="secret")
+
+    async def answer(batch: Sequence[ProcessedPrompt]) -> AsyncGenerator[list[Delta], None]:
+        yield [engine.delta(batch[0], "an answer", FinishReason.STOP)]
+
+    engine.script = answer
+    with served(app) as address, dashboard(address, refusals="status of 401") as page:
+        box, said, parts = page.locator("#key"), page.locator("#said"), page.locator("#parts")
+        expect(box).to_be_visible()
+        expect(page.locator("#withheld")).to_have_text("Shown once the server's API key is given.")
+        expect(parts).to_be_empty()
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator("#timing")).to_contain_text("the API key is missing or wrong")
+        expect(said).to_have_text("The server asks for its key.")
+        for wrong, says in (("guess", "The server refuses this key."), ("clé", "A key is ASCII text without spaces.")):
+            box.fill(wrong)
+            page.get_by_role("button", name="Use").click()
+            expect(said).to_have_text(says)
+        expect(parts).to_be_empty()
+        box.fill("secret")
+        page.get_by_role("button", name="Use").click()
+        expect(box).to_be_hidden()
+        expect(parts).to_contain_text("weights3.0 MiB")
+        expect(page.locator("#withheld")).to_be_empty()
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator("#answer")).to_have_text("an answer")
+        expect(page.locator("#timing")).to_contain_text("15 prompt tokens, 1 generated")
+        page.reload()
+        expect(parts).to_contain_text("weights3.0 MiB")
+        expect(page.locator("#ask")).to_be_hidden()
+
+
+def test_a_narrow_window_is_no_wider_than_itself(page: Page) -> None:
+    page.set_viewport_size({"width": 400, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") == 400
+
+
+def test_an_answer_that_is_cut_off_is_shown_as_that() -> None:
+    app, _, engine = make()
+
+    async def cut(batch: Sequence[ProcessedPrompt]) -> AsyncGenerator[list[Delta], None]:
+        yield [engine.delta(batch[0], "half an")]
+        raise EngineDeadError("the engine's process ended")
+
+    engine.script = cut
+    with served(app) as address, dashboard(address) as page:
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator("#answer")).to_have_text("half an")
+        expect(page.locator("#timing")).to_have_text("the engine's process ended")
+        expect(page.locator("#timing")).to_have_class("bad")
