@@ -29,7 +29,9 @@ class MapPlan:
 DEFAULT_PLAN = MapPlan(block=256, warps=4)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_row"], do_not_specialize_on_alignment=["logical", "table", "token_rows", "out", "counts"]
+)
 def _map_kernel(
     logical, table, token_rows, out, counts,
     logical_row, logical_col, table_row, table_col, token_stride, out_row, out_col, counts_stride, width,

@@ -78,12 +78,12 @@ def route(
         size,
         num_groups,
         float(scale),
+        int(live is not None),
         SPLITS=parts.shape[0],
         TOP_K=top_k,
         KEPT=topk_groups,
         ALL_KEPT=topk_groups == num_groups,
         NORMALISED=norm_topk_prob,
-        PADDED=live is not None,
         GROUPS=triton.next_power_of_2(num_groups),
         SIZE=triton.next_power_of_2(size),
         PLACES=triton.next_power_of_2(top_k),
@@ -170,7 +170,7 @@ def _rank(value: tl.tensor, number: tl.tensor, there: tl.tensor) -> tl.tensor:
     return tl.where(there, ordered * 65536 - number, -0x7FFFFFFFFFFFFFFF)
 
 
-@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tokens", "padded"], do_not_specialize_on_alignment=["live"])  # type: ignore[untyped-decorator]
 def _choose(
     parts: tl.tensor,
     bias: tl.tensor,
@@ -182,18 +182,19 @@ def _choose(
     size: int,
     num_groups: int,
     scale: float,
+    padded: int,
     SPLITS: tl.constexpr,
     TOP_K: tl.constexpr,
     KEPT: tl.constexpr,
     ALL_KEPT: tl.constexpr,
     NORMALISED: tl.constexpr,
-    PADDED: tl.constexpr,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
     PLACES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One token: experts lie as [GROUPS, SIZE], so that a group's best two are maxima over an axis."""
+    """One token: experts lie as [GROUPS, SIZE], so that a group's best two are maxima over an axis. ``live`` counts if
+    ``padded``."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -235,8 +236,8 @@ def _choose(
     chosen = tl.where(place < TOP_K, 1.0 / (1.0 + tl.exp(-chosen_logit)), 0.0)
     if NORMALISED:
         chosen = chosen / (tl.sum(chosen, 0) + 1e-20)
-    if PADDED:
-        chosen_ids = tl.where(tl.load(live + token) > 0, chosen_ids, -1)
+    alive = tl.load(live + token, mask=padded != 0, other=1) > 0
+    chosen_ids = tl.where(alive, chosen_ids, -1)
     at = token * TOP_K + place
     tl.store(weights + at, chosen * scale, mask=place < TOP_K)
     tl.store(ids + at, chosen_ids, mask=place < TOP_K)

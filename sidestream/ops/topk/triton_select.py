@@ -151,7 +151,13 @@ def _joined_lists(founds, splits, MERGE: tl.constexpr, SPLITS: tl.constexpr):
     return where, tl.reshape(there, (MERGE,)), tl.sum(count, axis=0), tl.sum(runs, axis=0) * 32
 
 
-@triton.jit(do_not_specialize=["capacity", "picks", "splits", "table_row"])
+# Whether these pointers are aligned is no reason to compile again: single values, gathers and scattered stores.
+@triton.jit(
+    do_not_specialize=["capacity", "picks", "splits", "table_row"],
+    do_not_specialize_on_alignment=[
+        "lens", "out", "held_keys", "held_entries", "founds", "tickets", "table", "physical", "counts",
+    ],
+)  # fmt: skip
 def _select_kernel(
     scores, lens, out, held_keys, held_entries, founds, tickets, table, physical, counts,
     scores_row, scores_col, lens_stride, out_row, out_col, table_row, table_col, rows_row, rows_col, counts_stride,
@@ -262,7 +268,10 @@ def _pick(
             emit(chosen, places, entries, row, to, KPOOL, PER_BLOCK, MAP)
 
 
-@triton.jit(do_not_specialize=["capacity", "picks", "splits", "table_row"])
+@triton.jit(
+    do_not_specialize=["capacity", "picks", "splits", "table_row"],
+    do_not_specialize_on_alignment=["lens", "out", "held_keys", "held_entries", "founds", "table", "physical"],
+)
 def _pick_kernel(
     scores, lens, out, held_keys, held_entries, founds, table, physical,
     scores_row, scores_col, lens_stride, out_row, out_col, table_row, table_col, rows_row, rows_col,
