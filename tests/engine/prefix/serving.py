@@ -176,50 +176,62 @@ class Serving:
 
 
 class Replay:
-    """Runs recipes on an engine without a prefix cache: every sequence anew, with blocks and a slot of its own."""
+    """Runs recipes on an engine without a prefix cache: every sequence once, with blocks and a slot of its own.
+
+    Where another one continues from a state within it, that state is put aside by plain copies of tensors.
+    """
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        self._engine = Serving(folder, enable_prefix_caching=False, num_blocks=600, max_num_seqs=100, **settings)
-        self._done: dict[Recipe, list[int]] = {}
+        self._engine = Serving(folder, enable_prefix_caching=False, num_blocks=600, max_num_seqs=250, **settings)
+        self._blocks: dict[Recipe, list[int]] = {}
+        self._rows: dict[Recipe, dict[int, torch.Tensor]] = {}
+        self._states: dict[tuple[Recipe, int], int] = {}
         self._num_blocks = self._num_slots = 0
 
     def rows(self, recipe: Recipe) -> dict[int, torch.Tensor]:
         """Log-probabilities behind every position of the recipe's own chunks."""
-        self._done.clear()
-        self._num_blocks = self._num_slots = 0
-        self._engine.built.pools.poison()
-        rows: dict[int, torch.Tensor] = {}
-        self._run(recipe, recipe.end, rows)
-        return rows
+        self._run(recipe)
+        return self._rows[recipe]
 
-    def _run(self, recipe: Recipe, end: int, rows: dict[int, torch.Tensor] | None = None) -> tuple[list[int], int]:
-        """Blocks of a sequence, and the slot with its state behind ``end`` tokens: the end of a chunk, or a split."""
-        blocks = [self._blocks_of(other)[place] for other, place in recipe.blocks]
-        slot = self._new_slot() if recipe.state is None else self._run(*recipe.state)[1]
+    def _run(self, recipe: Recipe) -> None:
+        """What there is of a recipe that was not run yet: all of it, or the chunks that came since."""
+        rows = self._rows.setdefault(recipe, {})
+        if recipe not in self._blocks:
+            for other, _ in recipe.blocks:
+                self._run(other)
+            self._blocks[recipe] = [self._blocks[other][place] for other, place in recipe.blocks]
+            self._states[recipe, -1] = self._begin(recipe)
+        blocks, slot = self._blocks[recipe], self._states[recipe, -1]
         for computed in recipe.own:
+            if computed.start in rows:
+                continue
             tokens = computed.tokens[computed.start :]
-            if computed.start >= end:
-                break
             while len(blocks) * BLOCK < len(computed.tokens):
                 self._num_blocks += 1
                 blocks.append(self._num_blocks)
             splits = tuple(Split(position, self._new_slot()) for position in computed.splits)
             chunk = Chunk("", computed.start, len(tokens), tuple(blocks), slot, computed.is_decode, False, splits)
             output = self._engine.forward([chunk], tokens)
-            if rows is not None:
-                logits = self._engine.built.runner.logits(output, range(len(tokens))).log_softmax(-1)
-                rows.update({computed.start + i: logits[i] for i in range(len(tokens))})
-            for split in splits:
-                if split.position == end:
-                    return blocks, split.slot
-            assert len(computed.tokens) <= end, f"no state was kept behind {end} tokens"
-        return blocks, slot
+            logits = self._engine.built.runner.logits(output, range(len(tokens))).log_softmax(-1)
+            rows.update({computed.start + i: logits[i] for i in range(len(tokens))})
+            self._states.update({(recipe, split.position): split.slot for split in splits})
+            if chunk.end % BLOCK == 0:
+                self._states[recipe, chunk.end] = self._copied(slot)
+
+    def _begin(self, recipe: Recipe) -> int:
+        """A slot for its own chunks."""
+        if recipe.state is None:
+            return self._new_slot()
+        other, end = recipe.state
+        self._run(other)
+        return self._copied(self._states[other, end])
+
+    def _copied(self, slot: int) -> int:
+        to = self._new_slot()
+        for state in self._engine.built.pools._states:
+            state[:, to] = state[:, slot]
+        return to
 
     def _new_slot(self) -> int:
         self._num_slots += 1
         return self._num_slots
-
-    def _blocks_of(self, recipe: Recipe) -> list[int]:
-        if recipe not in self._done:
-            self._done[recipe] = self._run(recipe, recipe.end)[0]
-        return self._done[recipe]
