@@ -134,3 +134,16 @@ def says_bytewise(data: bytes) -> Handler:
             await asyncio.sleep(0)
 
     return handler
+
+
+GOOD = stream(
+    [
+        text_event("zwölf"),
+        text_event(" Füchse 🦊"),
+        text_event(".", reason="length"),
+        {"choices": [], "usage": usage(7, 12)},
+    ]
+)
+"""Twelve tokens in three events."""
+CUT = HEAD + chunk(event(text_event("a")))
+"""A stream that breaks off."""

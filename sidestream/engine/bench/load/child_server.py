@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -30,22 +30,27 @@ def child_server(options: Sequence[str], *, on_line: Callable[[str], None]) -> I
         SidestreamError: it ended before it was ready, with its last words.
     """
     command = [sys.executable, "-m", "sidestream.cli.main", "serve", "--port", "0", *options]
-    with _sigterm_raises():
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    with _sigterm_raises(), subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
         try:
-            yield _address(process, on_line)
+            address = _address(process, process.stderr, on_line)
+            reader = threading.Thread(target=process.stderr.read, daemon=True)  # lest the server waits for one
+            reader.start()
+            try:
+                yield address
+            finally:
+                _stop(process)
+                reader.join()
         finally:
             _stop(process)
 
 
-def _address(process: subprocess.Popen[str], on_line: Callable[[str], None]) -> str:
-    assert process.stderr is not None
+def _address(process: subprocess.Popen[str], lines: Iterable[str], on_line: Callable[[str], None]) -> str:
     last: deque[str] = deque(maxlen=LAST_LINES)
-    for line in process.stderr:
+    for line in lines:
         last.append(line)
         on_line(line.rstrip("\n"))
         if found := READY.search(line):
-            threading.Thread(target=process.stderr.read, daemon=True).start()  # lest the server waits for a reader
             return found[1]
     raise SidestreamError(f"the server ended with {process.wait()} before it was ready:\n{''.join(last).rstrip()}")
 
