@@ -19,6 +19,31 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from sidestream.cli.engine_options import (
+    BlockSize,
+    CudagraphMode,
+    Device,
+    Dtype,
+    GraphDebug,
+    HisparseHostMemory,
+    HisparseHotFactor,
+    HisparseStagedTokens,
+    HisparseWatermark,
+    KvCacheDtype,
+    LoadFormat,
+    MaxCaptureTokens,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
+    MemoryLimit,
+    NumBlocks,
+    NumPrefixSnapshots,
+    PrefillPacing,
+    PrefixCaching,
+    PrefixSnapshotInterval,
+    StreamPolicy,
+)
+from sidestream.config.engine import DEFAULT_BLOCK_SIZE, DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
 from sidestream.core.outputs import Logprob, RequestOutput
 from sidestream.core.sampling_params import SamplingParams
 from sidestream.errors import RequestError
@@ -70,33 +95,28 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given more than once.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="Top log-probabilities a token (JSON output).")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-sequence token.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or sim (a GPU simulated on the CPU).")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
-    load_format: Annotated[str, typer.Option(help="auto, or dummy for seeded random weights.")] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto, bf16, fp8_ds_mla or mxfp8.")] = "auto",
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 32,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens a step.")] = 1024,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence; the model's limit without it.")] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens a KV block.")] = 64,
-    cudagraph_mode: Annotated[str, typer.Option(help="auto, none, piecewise, full or full_and_piecewise.")] = "auto",
-    max_capture_tokens: Annotated[int | None, typer.Option(help="Largest mixed batch with a graph.")] = None,
-    stream_policy: Annotated[str, typer.Option(help="auto, external or stream.")] = "auto",
-    graph_debug: Annotated[bool, typer.Option("--graph-debug", help="Check addresses, poison static buffers.")] = False,
-    num_blocks: Annotated[int | None, typer.Option(help="KV blocks; derived from the memory limit without it.")] = None,
-    memory_limit: Annotated[str | None, typer.Option(help="'8GiB' or '60%'; on a GPU of all that is in use.")] = None,
-    prefix_caching: Annotated[bool, typer.Option(help="Let prompts take over what others computed.")] = True,
-    num_prefix_snapshots: Annotated[
-        int | None, typer.Option(help="Slots for copies of linear-attention state; derived without it.")
-    ] = None,
-    prefix_snapshot_interval: Annotated[
-        int | None,
-        typer.Option(help="Blocks between such copies within a prompt; only at ends and partings without it."),
-    ] = None,
-    hisparse_host_memory: Annotated[
-        str | None, typer.Option(help="'64GiB' or '40%' of the machine: KV rows go there when the device is short.")
-    ] = None,
-    hisparse_hot_factor: Annotated[int, typer.Option(help="Hot slots a sequence, times index_topk.")] = 2,
-    hisparse_watermark: Annotated[float, typer.Option(help="Share of KV blocks kept free ahead of need.")] = 0.125,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    load_format: LoadFormat = "auto",
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = DEFAULT_MAX_NUM_SEQS,
+    max_num_batched_tokens: MaxNumBatchedTokens = DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    prefill_pacing: PrefillPacing = False,
+    cudagraph_mode: CudagraphMode = "auto",
+    max_capture_tokens: MaxCaptureTokens = None,
+    stream_policy: StreamPolicy = "auto",
+    graph_debug: GraphDebug = False,
+    memory_limit: MemoryLimit = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
+    num_blocks: NumBlocks = None,
+    enable_prefix_caching: PrefixCaching = True,
+    num_prefix_snapshots: NumPrefixSnapshots = None,
+    prefix_snapshot_interval: PrefixSnapshotInterval = None,
+    hisparse_host_memory: HisparseHostMemory = None,
+    hisparse_hot_factor: HisparseHotFactor = 2,
+    hisparse_watermark: HisparseWatermark = 0.125,
+    hisparse_staged_tokens: HisparseStagedTokens = None,
 ) -> None:
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -126,6 +146,7 @@ def generate(
         kv_cache_dtype=kv_cache_dtype,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        prefill_pacing=prefill_pacing,
         max_model_len=max_model_len,
         block_size=block_size,
         cudagraph_mode=cudagraph_mode,
@@ -134,12 +155,13 @@ def generate(
         graph_debug=graph_debug,
         num_blocks=num_blocks,
         memory_limit=memory_limit,
-        enable_prefix_caching=prefix_caching,
+        enable_prefix_caching=enable_prefix_caching,
         num_prefix_snapshots=num_prefix_snapshots,
         prefix_snapshot_interval=prefix_snapshot_interval,
         hisparse_host_memory=hisparse_host_memory,
         hisparse_hot_factor=hisparse_hot_factor,
         hisparse_watermark=hisparse_watermark,
+        hisparse_staged_tokens=hisparse_staged_tokens,
     )
     if demo:
         _demo(llm, entries, prompts, all_params)
@@ -161,7 +183,7 @@ def _entries(prompt: str | None, input_file: Path | None, *, demo: bool, chat: b
     if sum(given) != 1:
         raise typer.BadParameter("give exactly one of a PROMPT, --input FILE and --demo")
     if demo:
-        from sidestream.engine.llm import bundled_model
+        from sidestream.engine.bundled import bundled_model
 
         return _read_lines(bundled_model().parent / "prompts.jsonl")
     if input_file is not None:

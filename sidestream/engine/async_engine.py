@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import shutil
-import sys
-import tempfile
 from asyncio import FIRST_COMPLETED
 from asyncio import wait as first_of
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -15,30 +12,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-import zmq
-import zmq.asyncio
-
-from sidestream import errors
 from sidestream.config.engine import EngineConfig
 from sidestream.config.model import ModelConfig
 from sidestream.core.outputs import EngineOutput, Logprob, RequestOutput
 from sidestream.core.request import FinishReason
 from sidestream.core.sampling_params import SamplingParams
+from sidestream.engine.engine_link import EngineLink, error_of
 from sidestream.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt
 from sidestream.engine.output_processor import OutputProcessor
+from sidestream.engine.startup_clock import ENGINE_PROCESS, StartupClock
 from sidestream.engine.tokenizer import load_tokenizer
 from sidestream.engine.wire import (
     Abort,
     Add,
     Died,
-    Phase,
+    Event,
     Ready,
     Refused,
     Shutdown,
     Start,
-    StartFailed,
     StepDone,
-    decode_event,
     encode,
 )
 from sidestream.errors import EngineDeadError, RequestError, SidestreamError
@@ -47,8 +40,6 @@ T = TypeVar("T")
 
 STOP_SECONDS = 10.0
 """How long the process may take to end by itself."""
-LAST_WORD_SECONDS = 0.3
-"""How long what an ended process had sent may take to arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +92,7 @@ class AsyncEngine:
 
     def __init__(
         self,
-        process: asyncio.subprocess.Process,
-        link: _Link,
+        link: EngineLink,
         ready: Ready,
         *,
         model: ModelConfig,
@@ -113,7 +103,6 @@ class AsyncEngine:
         self.state = ready.state
         self.tokenizer = tokenizer
         self.architecture: str = model.architecture
-        self._process = process
         self._link = link
         self._inputs = InputProcessor(model, self.tokenizer, max_model_len=ready.max_model_len, seed=seed)
         self._outputs = OutputProcessor(self.tokenizer, model.eos_token_ids)
@@ -125,30 +114,38 @@ class AsyncEngine:
 
     @classmethod
     async def start(
-        cls, folder: Path, config: EngineConfig, *, on_phase: Callable[[Phase], None] = lambda phase: None
+        cls, folder: Path, config: EngineConfig, *, clock: StartupClock | None = None, link: EngineLink | None = None
     ) -> AsyncEngine:
         """Start the process and return when it has served a request of its own through every captured shape.
 
+        Args:
+            clock: gets the phases of both processes; whoever made it ends it.
+            link: to a process that was started already; from now on it is this engine's.
         Raises:
             ConfigError, CheckpointError, CapacityError: as ``LLM`` does.
             EngineDeadError: the process ended.
         """
-        link = _Link()
-        process = None
-        loading = asyncio.create_task(asyncio.to_thread(lambda: (ModelConfig.from_hf(folder), load_tokenizer(folder))))
+        clock = clock if clock is not None else StartupClock()
+        if link is None:
+            clock.begin(ENGINE_PROCESS)
+            link = await EngineLink.open()
+        tasks: list[asyncio.Task[Any]] = []
         try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "sidestream.engine.engine_process", link.address, stdin=asyncio.subprocess.DEVNULL
-            )
             link.send(encode(Start(str(folder), config)))
-            ready = await _ready(process, link, on_phase)
+            starting = asyncio.create_task(link.ready(clock))
+            loading = asyncio.create_task(asyncio.to_thread(_read_model, folder))
+            tasks = [starting, loading]
+            await first_of(tasks, return_when=FIRST_COMPLETED)
+            if not loading.done():
+                starting.result()
+                clock.begin("server's tokenizer")
             model, tokenizer = await loading
-            return cls(process, link, ready, model=model, tokenizer=tokenizer, seed=config.seed)
+            return cls(link, await starting, model=model, tokenizer=tokenizer, seed=config.seed)
         except BaseException:
-            loading.cancel()
-            await asyncio.gather(loading, return_exceptions=True)
-            if process is not None:
-                await _end(process)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await link.end()
             link.close()
             raise
 
@@ -246,7 +243,7 @@ class AsyncEngine:
         if self._dead is None:
             self._die("the engine was stopped")
             self._link.send(encode(Shutdown()))
-        await _end(self._process, patience=STOP_SECONDS)
+        await self._link.end(patience=STOP_SECONDS)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -261,8 +258,7 @@ class AsyncEngine:
             self._die(f"a message of the engine could not be handled: {error}")
             raise
 
-    def _take(self, message: bytes) -> None:
-        event = decode_event(message)
+    def _take(self, event: Event) -> None:
         if isinstance(event, StepDone):
             if event.state is not None:
                 self.state = event.state
@@ -271,7 +267,7 @@ class AsyncEngine:
                 self._link.send(encode(Abort(tuple(stopped))))
         elif isinstance(event, Refused):
             if (place := self._places.get(event.request_id)) is not None:
-                place.inbox.put_nowait(_error(event.kind, event.message))
+                place.inbox.put_nowait(error_of(event.kind, event.message))
         elif isinstance(event, Died):
             self._die(f"a step of the engine failed: {event.message}")
 
@@ -305,9 +301,8 @@ class AsyncEngine:
 
     async def _watch(self) -> None:
         """Learn of the process's end."""
-        await self._process.communicate()
-        await asyncio.sleep(LAST_WORD_SECONDS)
-        self._die(f"the engine's process ended with exit code {self._process.returncode}")
+        code = await self._link.ended()
+        self._die(f"the engine's process ended with exit code {code}")
 
     def _die(self, reason: str) -> None:
         """Fail everybody who waits; the first reason stays."""
@@ -318,71 +313,5 @@ class AsyncEngine:
         self._places.clear()
 
 
-class _Link:
-    """The parent's end of the socket, in a folder that only this user can enter."""
-
-    def __init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="sidestream-")
-        self.address = f"ipc://{self._folder}/engine"
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        for option in (zmq.SNDHWM, zmq.RCVHWM):
-            self._socket.setsockopt(option, 0)
-        self._socket.bind(self.address)
-
-    def send(self, message: bytes) -> None:
-        """Queue an encoded command; never blocks, since there is no limit to what may be queued."""
-        self._socket.send(message)
-
-    async def receive(self) -> bytes:
-        return bytes(await self._socket.recv())
-
-    def close(self) -> None:
-        self._socket.close()
-        self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-async def _ready(process: asyncio.subprocess.Process, link: _Link, on_phase: Callable[[Phase], None]) -> Ready:
-    """Follow the start of a process to its end."""
-    ended = asyncio.create_task(process.communicate())
-    try:
-        while True:
-            message = asyncio.create_task(link.receive())
-            await first_of({message, ended}, return_when=FIRST_COMPLETED)
-            await first_of({message}, timeout=LAST_WORD_SECONDS if ended.done() else 0)
-            if not message.done():
-                message.cancel()
-                raise EngineDeadError(f"the engine's process ended at its start with exit code {process.returncode}")
-            event = decode_event(message.result())
-            if isinstance(event, Phase):
-                on_phase(event)
-            elif isinstance(event, StartFailed):
-                raise _error(event.kind, event.message)
-            elif isinstance(event, Died):
-                raise EngineDeadError(f"the engine failed at its start: {event.message}")
-            elif isinstance(event, Ready):
-                return event
-    finally:
-        ended.cancel()
-
-
-async def _end(process: asyncio.subprocess.Process, *, patience: float = 0.0) -> None:
-    """Let a process end, or end it."""
-    if process.returncode is not None:
-        return
-    try:
-        if patience:
-            await asyncio.wait_for(process.communicate(), patience)
-    except TimeoutError:
-        pass
-    if process.returncode is None:
-        process.kill()
-        await process.communicate()
-
-
-def _error(kind: str, message: str) -> SidestreamError:
-    """An error of the other process, as the class that it was there."""
-    made: SidestreamError = getattr(errors, kind, SidestreamError)(message)
-    return made
+def _read_model(folder: Path) -> tuple[ModelConfig, Any | None]:
+    return ModelConfig.from_hf(folder), load_tokenizer(folder)

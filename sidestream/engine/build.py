@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 import torch
 
 from sidestream.attention.index_group import BlockTableResolver, SparseMLAIndexGroup, SparseMLAIndexGroupBuilder
@@ -21,6 +20,7 @@ from sidestream.config.engine import EngineConfig
 from sidestream.config.model import AttentionKind, IndexerKind, ModelConfig
 from sidestream.config.resolved import ResolvedConfig, resolve, resolve_cudagraph_mode
 from sidestream.core.protocols import LayerObserver
+from sidestream.engine.backends import kernels_made_ready, memory_size, open_backend
 from sidestream.engine.compile_steps import compile_steps
 from sidestream.engine.device_memory import DeviceMemory
 from sidestream.engine.held_bytes import bytes_of
@@ -31,15 +31,15 @@ from sidestream.engine.load import Zeros, construct, load_model, weight_bytes
 from sidestream.engine.memory_probe import foresee, make_ready
 from sidestream.engine.pool_sizes import count_snapshots, size_pools
 from sidestream.engine.runner import ModelRunner, StepGraphs
-from sidestream.engine.startup_clock import StartupClock
-from sidestream.graphs.dispatch import GraphDispatcher
+from sidestream.engine.startup_clock import CONFIG, StartupClock
+from sidestream.graphs.dispatch import GraphDispatcher, StepPlan
 from sidestream.graphs.runner import GraphRunner
 from sidestream.graphs.static_buffers import StaticBuffers
 from sidestream.models.decoder import DecoderModel
 from sidestream.ops.kv_rows import KVRowLayout, kv_row_layout
-from sidestream.streams import InlineBackend, Policy, StreamBackend, Streams
+from sidestream.streams import Policy, StreamBackend, Streams
 from sidestream.streams.upload import PackedUpload
-from sidestream.weights import LoadReport
+from sidestream.weights import LoadReport, open_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class BuiltEngine:
 
     def compiled_after_ready(self) -> tuple[str, ...]:
         """Kernels that no warm-up met, so that a request had to wait for them; see ``compilations``."""
-        return _kernels(self.config)[self.kernels_at_ready :]
+        return kernels_made_ready(self.config.device)[self.kernels_at_ready :]
 
     def ledger_now(self) -> Ledger:
         """The ledger as of start, beside what is in use now."""
@@ -81,21 +81,27 @@ class BuiltEngine:
 
 
 def build_engine(
-    model_path: str | os.PathLike[str], user: EngineConfig, *, backend: StreamBackend | None = None
+    model_path: str | os.PathLike[str],
+    user: EngineConfig,
+    *,
+    backend: StreamBackend | None = None,
+    clock: StartupClock | None = None,
 ) -> BuiltEngine:
     """Resolve the settings, load the weights, size and allocate the caches, capture graphs.
 
     Args:
         backend: of the device that ``user.device`` names; None makes one.
+        clock: of a start that goes on behind this; None makes one, which ends here.
     Raises:
         ConfigError, CheckpointError: settings or files are wrong.
         CapacityError: weights or caches do not fit ``memory_limit``.
     """
-    clock = StartupClock()
+    timed = clock if clock is not None else StartupClock()
+    timed.begin(CONFIG)
     folder = Path(model_path)
     model_config = ModelConfig.from_hf(folder)
     config = resolve(
-        user, model_config, cuda_available=torch.cuda.is_available(), device_memory=_memory_size(user.device)
+        user, model_config, cuda_available=torch.cuda.is_available(), device_memory=memory_size(user.device)
     )
     dtype, layout = getattr(torch, config.dtype), _row_layout(config)
     groups = plan_cache_groups(
@@ -108,10 +114,10 @@ def build_engine(
     )
     weights = weight_bytes(config, dtype)
     backend = open_backend(config.device) if backend is None else backend
-    _kernels(config)
-    clock.end("config")
+    kernels_made_ready(config.device)
+    source = open_weights(folder, model_config, load_format=config.load_format, seed=config.seed)
     memory = _device_memory(backend)
-    foreseen = {} if memory is None else _foresee(config, groups, backend, memory, weights=weights)
+    foreseen = {} if memory is None else _foresee(config, groups, backend, memory, weights=weights, clock=timed)
     fitting = shrunk_to_fit(config, groups, weights=weights, beside=foreseen)
     hosted = hosted_sizes(fitting, groups)
     if hosted is not None:
@@ -126,14 +132,21 @@ def build_engine(
     num_blocks = places + host_blocks
     if hosted is not None:
         require_working_room(config, places, max_model_len=max_model_len)
-    clock.end("memory probe")
-    model, report = load_model(folder, config, device=backend.device, dtype=dtype)
+    timed.begin("weights", total=weights)
+    model, report = load_model(source, config, device=backend.device, dtype=dtype, on_bytes=timed.advance)
     assert bytes_of(model) == weights, f"the weights take {bytes_of(model)} bytes, {weights} were foreseen"
-    clock.end("weights")
+    timed.begin("caches")
     rows = None if hosted is None else HostedRows(groups, hosted, places, device=backend.device)
     pools = CachePools(groups, num_blocks, num_slots, device=backend.device, num_snapshots=num_snapshots, hosted=rows)
     runner = start_runner(
-        model, config, pools, backend=backend, max_model_len=max_model_len, weight_bytes=weights, capture=memory is None
+        model,
+        config,
+        pools,
+        backend=backend,
+        max_model_len=max_model_len,
+        weight_bytes=weights,
+        capture=memory is None,
+        clock=timed,
     )
     predicted = {WEIGHTS: weights, **foreseen, **groups.bytes_by_kind(num_blocks, num_slots, kv_places=places)}
     measured = {WEIGHTS: weights, **pools.bytes_by_kind()}
@@ -146,12 +159,12 @@ def build_engine(
             memory,
             vocab_size=model_config.vocab_size,
             counted=sum(measured.values()),
-            on_captured=lambda: clock.end("capture"),
+            on_capture=_counted_captures(runner, timed),
+            on_captured=lambda: timed.begin("largest steps"),
         )
         memory.enforce(config.memory_budget)
-        clock.end("warm-up")
-    else:
-        clock.end("capture")
+    if clock is None:
+        timed.end()
     return BuiltEngine(
         config=config,
         model=model,
@@ -164,14 +177,20 @@ def build_engine(
         num_snapshots=num_snapshots,
         max_model_len=max_model_len,
         weight_bytes=weights,
-        startup=clock.phases,
+        startup=timed.phases,
         memory=memory,
-        kernels_at_ready=len(_kernels(config)),
+        kernels_at_ready=len(kernels_made_ready(config.device)),
     )
 
 
 def _foresee(
-    config: ResolvedConfig, groups: CacheGroups, backend: StreamBackend, memory: DeviceMemory, *, weights: int
+    config: ResolvedConfig,
+    groups: CacheGroups,
+    backend: StreamBackend,
+    memory: DeviceMemory,
+    *,
+    weights: int,
+    clock: StartupClock,
 ) -> dict[str, int]:
     """Bytes beside weights and caches, before a byte of the checkpoint is read.
 
@@ -179,6 +198,7 @@ def _foresee(
         CapacityError: what is known already does not fit.
     """
     size_pools(config, groups, weights=weights, beside={CONTEXT: memory.context})
+    clock.begin("memory probe")
     memory.lift()
     dtype = getattr(torch, config.dtype)
     if config.num_blocks is not None:
@@ -206,7 +226,7 @@ def _foresee(
         memory,
         vocab_size=config.model.vocab_size,
         counted=weights + groups.bytes_total(2, 2),
-        first=compile_steps(config, longest=longest),
+        first=clock.counted("compile", compile_steps(config, longest=longest), then="memory probe"),
     )
 
 
@@ -231,7 +251,7 @@ def in_graph_mode(built: BuiltEngine, cudagraph_mode: str, *, observer: LayerObs
         weight_bytes=built.weight_bytes,
         observer=observer,
     )
-    return replace(built, config=config, runner=runner, kernels_at_ready=len(_kernels(config)))
+    return replace(built, config=config, runner=runner, kernels_at_ready=len(kernels_made_ready(config.device)))
 
 
 def start_runner(
@@ -244,8 +264,9 @@ def start_runner(
     weight_bytes: int,
     observer: LayerObserver | None = None,
     capture: bool = True,
+    clock: StartupClock | None = None,
 ) -> ModelRunner:
-    """Connect a model to its caches on streams of its own, and capture."""
+    """Connect a model to its caches on streams of its own, and capture, which is a phase of ``clock``."""
     policy = None if config.stream_policy is None else Policy(config.stream_policy)
     streams = Streams(backend, policy=policy)
     with backend.use(streams.compute):
@@ -258,9 +279,15 @@ def start_runner(
             weight_bytes=weight_bytes,
             observer=observer,
         )
-        if capture:
-            runner.capture()
+        if capture and runner.graphs is not None:
+            runner.capture(None if clock is None else _counted_captures(runner, clock))
     return runner
+
+
+def _counted_captures(runner: ModelRunner, clock: StartupClock) -> Callable[[StepPlan], None]:
+    """Begin the phase of captures, to be told of each."""
+    assert runner.graphs is not None, "there is nothing to capture"
+    return clock.counting("graphs", len(runner.graphs.dispatcher.captures()))
 
 
 def _row_layout(config: ResolvedConfig) -> KVRowLayout:
@@ -361,35 +388,6 @@ def index_groups(
     return groups
 
 
-def open_backend(device: str) -> StreamBackend:
-    """Streams, events and graphs of a device named in the settings; what a device needs is imported with it."""
-    if device == "cpu":
-        return InlineBackend()
-    if device == "sim":
-        from sidestream.streams.simulated import SimulatedBackend
-
-        return SimulatedBackend()
-    from sidestream.streams.cuda import CudaBackend
-
-    return CudaBackend()
-
-
-def _kernels(config: ResolvedConfig) -> tuple[str, ...]:
-    """Kernels that Triton made ready since the first engine of this process was begun."""
-    if config.device != "cuda":
-        return ()
-    from sidestream.engine import compilations
-
-    compilations.watch()
-    return compilations.seen()
-
-
 def _device_memory(backend: StreamBackend) -> DeviceMemory | None:
     """Readings of a CUDA device."""
     return DeviceMemory(backend.device) if backend.device.type == "cuda" else None
-
-
-def _memory_size(device: str) -> int:
-    if device in ("auto", "cuda") and torch.cuda.is_available():
-        return int(torch.cuda.mem_get_info()[1])
-    return int(psutil.virtual_memory().total)

@@ -1,6 +1,6 @@
 """The engine's own process: takes requests from a socket, runs steps, sends tokens back. No HTTP work stalls a step.
 
-``AsyncEngine`` starts it as ``python -m sidestream.engine.engine_process ADDRESS``. Commands are taken between steps,
+``AsyncEngine`` starts it by ``start_engine_process``. Commands are taken between steps,
 so an abort takes effect before the next one. The process ends when it is told to, when a step fails, or when its parent
 is gone.
 """
@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
-import psutil
 import zmq
 
 from sidestream.config.engine import EngineConfig
 from sidestream.core.request import Request
 from sidestream.engine.build import BuiltEngine, build_engine
 from sidestream.engine.core import EngineCore
+from sidestream.engine.startup_clock import ENGINE_IMPORTS, PhaseProgress, StartupClock
 from sidestream.engine.token_masks import TokenMasks, masks_for
 from sidestream.engine.tokenizer import load_tokenizer
 from sidestream.engine.warm_up import warm_up
@@ -202,23 +201,15 @@ class Channel:
         self._context.term()
 
 
-def start(channel: Channel, message: Start, *, imported: float) -> EngineProcess:
-    """Build and warm up what the first message asks for, telling how far it is."""
-    channel.send(Phase("imports", 1, 1, imported))
-    began = time.monotonic()
-    channel.send(Phase("weights, caches, graphs", 0, 1, 0.0))
-    built = build_engine(message.folder, for_service(message.config))
-    channel.send(Phase("weights, caches, graphs", 1, 1, time.monotonic() - began))
+def start(channel: Channel, message: Start, clock: StartupClock) -> EngineProcess:
+    """Build and warm up what the first message asks for."""
+    built = build_engine(message.folder, for_service(message.config), clock=clock)
     model = built.config.model
+    clock.begin("engine's tokenizer")
     tokenizer = load_tokenizer(message.folder)
     masks = masks_for(tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
     core = EngineCore(built, masks=masks)
-    began = time.monotonic()
-
-    def on_progress(done: int, total: int) -> None:
-        channel.send(Phase("warm-up", done, total, time.monotonic() - began))
-
-    warm_up(built, core, on_progress=on_progress)
+    warm_up(built, core, clock=clock)
     engine = EngineProcess(channel, built, core, masks)
     channel.send(ready(built, engine.state()))
     return engine
@@ -248,8 +239,12 @@ def ready(built: BuiltEngine, state: EngineState) -> Ready:
     )
 
 
-def main(address: str, *, imported: float) -> int:
-    """Run the process; its exit code."""
+def main(address: str, *, began: float) -> int:
+    """Run the process; its exit code.
+
+    Args:
+        began: when it began to import this module, in seconds of ``time.monotonic``.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a terminal sends them to both processes; the parent decides
     channel = Channel(address)
@@ -257,8 +252,12 @@ def main(address: str, *, imported: float) -> int:
         first = channel.first()
         if not isinstance(first, Start):
             return 1
+
+        def tell(progress: PhaseProgress) -> None:
+            channel.send(Phase(progress.name, progress.done, progress.total, progress.at))
+
         try:
-            engine = start(channel, first, imported=imported)
+            engine = start(channel, first, StartupClock(ENGINE_IMPORTS, origin=began, tell=tell))
         except SidestreamError as error:
             channel.send(StartFailed(type(error).__name__, str(error)))
             return 1
@@ -270,7 +269,3 @@ def main(address: str, *, imported: float) -> int:
         raise
     finally:
         channel.close()
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], imported=time.time() - psutil.Process().create_time()))

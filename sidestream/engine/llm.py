@@ -8,7 +8,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from sidestream.config.engine import (
 from sidestream.core.outputs import EngineOutput, RequestOutput
 from sidestream.core.sampling_params import SamplingParams
 from sidestream.engine.build import BuiltEngine, build_engine
+from sidestream.engine.bundled import bundled_model as bundled_model
 from sidestream.engine.core import EngineCore
 from sidestream.engine.input_processor import InputProcessor, ProcessedPrompt, Prompt
 from sidestream.engine.ledger import Ledger
@@ -29,13 +29,6 @@ from sidestream.engine.output_processor import OutputProcessor
 from sidestream.engine.token_masks import masks_for
 from sidestream.engine.tokenizer import load_tokenizer
 from sidestream.errors import CheckpointError, RequestError, SidestreamError
-
-BUNDLED_MODEL = "glm5-next-tiny"
-
-
-def bundled_model() -> Path:
-    """Folder of the small trained checkpoint that ships with Sidestream."""
-    return Path(str(resources.files("sidestream"))) / "assets" / BUNDLED_MODEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +53,7 @@ class LLM:
         device, dtype, load_format, max_num_seqs, max_num_batched_tokens, prefill_pacing, max_model_len, block_size,
             num_blocks, kv_cache_dtype, cudagraph_mode, max_capture_tokens, stream_policy, graph_debug, memory_limit,
             enable_prefix_caching, num_prefix_snapshots, prefix_snapshot_interval, hisparse_host_memory,
-            hisparse_hot_factor, hisparse_watermark, seed: see
+            hisparse_hot_factor, hisparse_watermark, hisparse_staged_tokens, seed: see
             ``EngineConfig``.
     Raises:
         ConfigError, CheckpointError, CapacityError: naming the value, the limit and the knob.
@@ -91,6 +84,7 @@ class LLM:
         hisparse_host_memory: int | float | str | None = None,
         hisparse_hot_factor: int = 2,
         hisparse_watermark: float = 0.125,
+        hisparse_staged_tokens: int | None = None,
         seed: int = 0,
     ) -> None:
         folder = _folder(model)
@@ -118,6 +112,7 @@ class LLM:
                 hisparse_host_memory=hisparse_host_memory,
                 hisparse_hot_factor=hisparse_hot_factor,
                 hisparse_watermark=hisparse_watermark,
+                hisparse_staged_tokens=hisparse_staged_tokens,
                 seed=seed,
             ),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 
@@ -13,15 +13,36 @@ from sidestream.layers.parallel import SINGLE
 from sidestream.layers.weight_format import DenseFormat
 from sidestream.models.decoder import DecoderModel
 from sidestream.models.registry import MODELS
-from sidestream.weights import LoadReport, Shard, WeightSource, open_weights
+from sidestream.weights import LoadReport, Shard, WeightSource
 
 
 def load_model(
-    folder: Path, config: ResolvedConfig, *, device: torch.device, dtype: torch.dtype
+    source: WeightSource,
+    config: ResolvedConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    on_bytes: Callable[[int], None] = lambda filled: None,
 ) -> tuple[DecoderModel, LoadReport]:
-    """Construct the model from its checkpoint, or from seeded dummy weights."""
-    source = open_weights(folder, config.model, load_format=config.load_format, seed=config.seed)
-    return construct(source, config, device=device, dtype=dtype), source.finish()
+    """Construct the model from a source, which is finished then; ``on_bytes`` hears how much is filled."""
+    return construct(_Counted(source, on_bytes), config, device=device, dtype=dtype), source.finish()
+
+
+class _Counted:
+    """A source that tells how many bytes of parameters it has filled."""
+
+    def __init__(self, inner: WeightSource, tell: Callable[[int], None]) -> None:
+        self._inner = inner
+        self._tell = tell
+        self._filled = 0
+
+    def load(self, name: str, out: torch.Tensor, *, shard: Shard | None = None) -> None:
+        self._inner.load(name, out, shard=shard)
+        self._filled += out.nbytes
+        self._tell(self._filled)
+
+    def finish(self) -> LoadReport:
+        return self._inner.finish()
 
 
 class Zeros:

@@ -41,6 +41,7 @@ def make_ready(
     vocab_size: int,
     counted: int,
     shapes: Sequence[StepPlan] | None = None,
+    on_capture: Callable[[StepPlan], None] | None = None,
     on_captured: Callable[[], None] = lambda: None,
 ) -> dict[str, int]:
     """Capture, then run steps; afterwards every kernel is there, and the allocator holds what steps need.
@@ -49,6 +50,7 @@ def make_ready(
         steps: on scratch sequences, the largest among them.
         counted: bytes of the weights and caches.
         shapes: to capture; None is all of them.
+        on_capture: told of each shape when it is captured.
         on_captured: called between the captures and the steps.
     Returns:
         Bytes of every part but weights and caches: together the driver's figure.
@@ -56,7 +58,7 @@ def make_ready(
     release()
     before, beside = memory.segments(), memory.beside_torch()
     with runner.on_device():
-        runner.capture(shapes=shapes)
+        runner.capture(on_capture, shapes=shapes)
         nodes = memory.beside_torch() - beside
         on_captured()
         for step in steps:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from sidestream.core.request import Request
 from sidestream.core.sampling_params import SamplingParams
 from sidestream.engine.build import BuiltEngine
 from sidestream.engine.core import EngineCore
+from sidestream.engine.startup_clock import StartupClock
 
 TOKENS = 2
 """Tokens that each request asks for: one of its prefill, one of a decode."""
@@ -17,26 +18,26 @@ PLAIN_PROMPT = 8
 """Tokens of the one prompt that is sent where nothing is captured."""
 
 
-def warm_up(built: BuiltEngine, core: EngineCore, *, on_progress: Callable[[int, int], None]) -> int:
+def warm_up(built: BuiltEngine, core: EngineCore, *, clock: StartupClock) -> int:
     """Run every captured shape with real requests, then check that nothing of them is left.
 
     A batch of one-token prompts makes a mixed step and then a uniform decode of its size; prompts of many tokens make
     the mixed steps that are larger than that.
 
     Args:
-        on_progress: called with batches done and their number.
+        clock: of the start, whose phase this becomes.
     Returns:
         Batches run.
     """
     batches = list(_batches(built, core))
     tokens = random.Random(0)
+    clock.begin("warm-up", total=len(batches))
     for index, lengths in enumerate(batches):
-        on_progress(index, len(batches))
         for place, length in enumerate(lengths):
             core.add(_request(f"warm-up {index}.{place}", length, tokens, vocab=built.config.model.vocab_size))
         while core.has_work():
             core.step()
-    on_progress(len(batches), len(batches))
+        clock.advance(index + 1)
     core.scheduler.check_integrity()
     return len(batches)
 

@@ -38,12 +38,12 @@ Command: TypeAlias = Start | Add | Abort | Shutdown
 
 
 class Phase(msgspec.Struct, frozen=True, tag=True):
-    """How far the start is: ``done`` of ``total`` parts of a phase, after ``seconds`` in it."""
+    """How far the start is, as ``PhaseProgress`` has it."""
 
     name: str
     done: int
     total: int
-    seconds: float
+    at: float
 
 
 class EngineState(msgspec.Struct, frozen=True):

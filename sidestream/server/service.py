@@ -10,7 +10,8 @@ from sidestream.core.sampling_params import SamplingParams
 from sidestream.core.structured_outputs import StructuredOutputs
 from sidestream.engine.async_engine import AsyncEngine, Delta
 from sidestream.engine.input_processor import ProcessedPrompt
-from sidestream.engine.wire import EngineState, Phase, Ready
+from sidestream.engine.startup_clock import PhaseProgress
+from sidestream.engine.wire import EngineState, Ready
 from sidestream.errors import RequestError
 from sidestream.server.errors import ApiError, shown, unavailable
 from sidestream.server.metrics import Metrics, RequestClock
@@ -51,7 +52,7 @@ class Service:
         self.settings = settings
         self.metrics = Metrics(settings.model_name)
         self.metrics.follow(self._report)
-        self.phase: Phase | None = None
+        self.phase: PhaseProgress | None = None
         self.failure: Exception | None = None
         self._engine: AsyncEngine | None = None
         self._tokens: TokenText | None = None

@@ -10,6 +10,7 @@ import pytest
 from sidestream.config.engine import EngineConfig
 from sidestream.engine.build import build_engine
 from sidestream.engine.core import EngineCore
+from sidestream.engine.startup_clock import PhaseProgress, StartupClock
 from sidestream.engine.warm_up import warm_up
 from sidestream.graphs.dispatch import StepPlan
 from sidestream.graphs.runner import GraphRunner
@@ -31,9 +32,10 @@ def run(
             return replay(self, plan, *rest)  # type: ignore[arg-type]
 
         monkeypatch.setattr(GraphRunner, "replay", noted)
-    progress: list[tuple[int, int]] = []
-    batches = warm_up(built, core, on_progress=lambda done, total: progress.append((done, total)))
-    assert progress == [(done, batches) for done in range(batches + 1)]
+    told: list[PhaseProgress] = []
+    batches = warm_up(built, core, clock=StartupClock(tell=told.append))
+    assert {(progress.name, progress.total) for progress in told[1:]} == {("warm-up", batches)}
+    assert (told[1].done, told[-1].done) == (0, batches)
     captured = set() if built.runner.graphs is None else set(built.runner.graphs.dispatcher.captures())
     return captured, set(replayed), core
 

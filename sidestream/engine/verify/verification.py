@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from sidestream.config.model import AttentionKind, IndexerKind, ModelConfig
-from sidestream.engine.build import BuiltEngine, build_engine, in_graph_mode, open_backend
+from sidestream.engine.backends import open_backend
+from sidestream.engine.build import BuiltEngine, build_engine, in_graph_mode
 from sidestream.engine.verify.compare import Generated, compare
 from sidestream.engine.verify.engines import CellRun, Progress, Variant, Workload, observed, variants_of
 from sidestream.engine.verify.layer_digests import first_apart, first_other_bits

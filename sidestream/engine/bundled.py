@@ -1,0 +1,22 @@
+"""Where the small trained checkpoint lies that ships with Sidestream, and its questions."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+BUNDLED_MODEL = "glm5-next-tiny"
+
+
+def bundled_model() -> Path:
+    """Folder of the checkpoint."""
+    return _assets() / BUNDLED_MODEL
+
+
+def bundled_questions() -> Path:
+    """Questions that it never saw, in GSM8K's format."""
+    return _assets() / "arithmetic.jsonl"
+
+
+def _assets() -> Path:
+    return Path(str(resources.files("sidestream"))) / "assets"
