@@ -100,6 +100,7 @@ def serve(
     from sidestream.engine.bench.load.http_client import Address
     from sidestream.engine.bench.load.measurement import LoadSettings, check, measure
     from sidestream.engine.bench.load.objectives import Objectives
+    from sidestream.engine.bench.load.open_files import allow_connections
     from sidestream.engine.bench.load.openai_client import OpenAIClient
 
     workload = Workload(
@@ -136,6 +137,12 @@ def serve(
     )
     check(client, workload, settings)
     check_place(json_file)
+    at_once = min(num_prompts, max_concurrency or num_prompts)
+    if (room := allow_connections(at_once)) < at_once:
+        raise ConfigError(
+            f"up to {at_once} requests are open at once, and this system's limit of open files leaves room for {room}; "
+            "give --max-concurrency, or raise the limit (ulimit -Hn)"
+        )
     with _server(url, target.own, options or []) as address, _Bar() as bar:
         client = replace(client, address=Address.of(address))
         report = asyncio.run(measure(client, workload, settings, on_phase=bar.phase, on_outcome=bar.advance))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import platform
+import shlex
 import sys
 import time
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from sidestream import __version__
+
+SECRETS = ("--api-key",)
+"""Options whose values no report holds."""
 
 
 def versions() -> dict[str, str]:
@@ -19,11 +24,23 @@ def versions() -> dict[str, str]:
 def origin() -> dict[str, Any]:
     """Command, date and versions of this process, for a report."""
     return {
-        "command": " ".join(["sidestream", *sys.argv[1:]]),
+        "command": command(sys.argv[1:]),
         "date": time.strftime("%Y-%m-%d"),
         "versions": versions(),
         "machine": platform.processor() or platform.machine(),
     }
+
+
+def command(arguments: Sequence[str]) -> str:
+    """As a shell takes it; keys are left out."""
+    words = list(arguments)
+    for i, word in enumerate(words):
+        name, equals, _ = word.partition("=")
+        if name in SECRETS and equals:
+            words[i] = f"{name}=..."
+        elif i and words[i - 1] in SECRETS:
+            words[i] = "..."
+    return shlex.join(["sidestream", *words])
 
 
 def device_name(device: str) -> str:

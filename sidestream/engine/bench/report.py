@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
-from sidestream.engine.bench.environment import device_name, versions
+from sidestream.engine.bench.environment import device_name, origin
 from sidestream.engine.bench.latency import DecodeTimes, PrefillTimes
 from sidestream.engine.build import BuiltEngine
 
@@ -33,10 +32,9 @@ class LatencyReport:
         return {
             "kind": "latency",
             "model": self.model,
+            **origin(),
             "command": self.command,
-            "date": time.strftime("%Y-%m-%d"),
             "device": device_name(config.device),
-            "versions": versions(),
             "mode": config.cudagraph_mode,
             "dtype": config.dtype,
             "kv_cache_dtype": config.kv_cache_dtype,

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from ssl import SSLContext
 from typing import Any
 
 MODELS = {"object": "list", "data": [{"id": "fake", "object": "model", "owned_by": "a test"}]}
@@ -58,10 +59,10 @@ async def _read(reader: asyncio.StreamReader) -> Asked:
 
 
 @asynccontextmanager
-async def fake_server(handler: Handler) -> AsyncIterator[FakeServer]:
+async def fake_server(handler: Handler, *, ssl: SSLContext | None = None) -> AsyncIterator[FakeServer]:
     fake = FakeServer(handler)
-    server = await asyncio.start_server(fake.connected, "127.0.0.1", 0)
-    fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server = await asyncio.start_server(fake.connected, "127.0.0.1", 0, ssl=ssl)
+    fake.url = f"{'http' if ssl is None else 'https'}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
         yield fake
     finally:

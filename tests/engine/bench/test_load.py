@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+import ssl
+import subprocess
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sidestream.engine.bench.load.arrivals import arrival_times
 from sidestream.engine.bench.load.generator import LoadRun, generate_load
-from sidestream.engine.bench.load.http_client import Address
+from sidestream.engine.bench.load.http_client import Address, _certificates, looked_up
 from sidestream.engine.bench.load.openai_client import OpenAIClient
-from sidestream.engine.bench.load.outcome import FAILURES, Failure
+from sidestream.engine.bench.load.outcome import FAILURES, Answer, Failure
 from sidestream.engine.bench.workload import Job
 from sidestream.errors import ConfigError, SidestreamError
 from tests.engine.bench.fake_server import (
@@ -136,6 +139,30 @@ def test_a_server_that_is_not_there() -> None:
     assert (run.delays, run.max_in_flight) == ((), 0)
 
 
+def test_a_secure_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over TLS, by name, the certificate checked: of an authority that is not known it is refused."""
+    files = {name: str(tmp_path / name) for name in ("key", "certificate")}
+    options = ["-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    made = ["openssl", "req", "-x509", *options, "-keyout", files["key"], "-out", files["certificate"]]
+    subprocess.run(made, check=True, capture_output=True)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(files["certificate"], files["key"])
+
+    async def run() -> Answer:
+        async with fake_server(says(GOOD), ssl=context) as fake:
+            address = await looked_up(Address.of(fake.url.replace("127.0.0.1", "localhost")))
+            assert address.ip == "127.0.0.1"
+            return await OpenAIClient(address=address, model="fake").ask(JOB)
+
+    _certificates.cache_clear()
+    with pytest.raises(OSError, match="certificate verify failed"):
+        asyncio.run(run())
+    monkeypatch.setenv("SSL_CERT_FILE", files["certificate"])
+    _certificates.cache_clear()
+    assert asyncio.run(run()).times.completion_tokens == 12
+    _certificates.cache_clear()
+
+
 def test_every_kind_is_explained() -> None:
     assert len(FAILURES) == len(set(FAILURES.values())) == 7
 
@@ -211,10 +238,24 @@ def test_addresses(url: str, expected: tuple[str, int, str, bool]) -> None:
     assert Address.of(str(found)) == found
 
 
-@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://host", "http://", "http://host:x", "http://host:99999"])
-def test_bad_addresses_are_named(url: str) -> None:
-    with pytest.raises(ConfigError, match="url is"):
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("", "url is ''"),
+        ("localhost:8000", "must be like"),
+        ("ftp://host", "must be like"),
+        ("http://", "must be like"),
+        ("http://host:x", "url is 'http://host:x'"),
+        ("http://host:99999", "url is 'http://host:99999'"),
+        ("http://me:secret@host:x", "a key goes into --api-key"),
+        ("ftp://me:secret@host", "a key goes into --api-key"),
+        ("http://host/?a=1", "no query and no fragment"),
+    ],
+)
+def test_bad_addresses_are_named(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         Address.of(url)
+    assert "secret" not in str(caught.value)
 
 
 def test_bad_clients_are_named() -> None:

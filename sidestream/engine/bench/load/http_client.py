@@ -7,7 +7,8 @@ import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from urllib.parse import urlsplit
 
 from sidestream.engine.bench.load.http_body import Body, HttpError, OpenBody, body_for
@@ -22,12 +23,14 @@ class Address:
 
     Attributes:
         base: of every path, without a slash at its end.
+        ip: that the host's name stands for, where it was looked up before.
     """
 
     host: str
     port: int
     base: str = ""
     secure: bool = False
+    ip: str | None = None
 
     @classmethod
     def of(cls, url: str) -> Address:
@@ -36,11 +39,15 @@ class Address:
         Raises:
             ConfigError: it is no such URL.
         """
+        if "@" in url:
+            raise ConfigError("url holds a user or a password; a key goes into --api-key")
         try:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as error:
             raise ConfigError(f"url is {url!r}: {error}") from None
+        if parts.query or parts.fragment:
+            raise ConfigError(f"url is {url!r}; a server's address has no query and no fragment")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"url is {url!r}; it must be like http://127.0.0.1:8000")
         secure = parts.scheme == "https"
@@ -99,6 +106,11 @@ class Connection:
         self._reader = reader
         self._writer = writer
 
+    @property
+    def ip(self) -> str:
+        """Of the server."""
+        return str(self._writer.get_extra_info("peername")[0])
+
     async def ask(self, method: str, path: str, headers: Mapping[str, str], body: bytes = b"") -> Response:
         """Send a request and read the head of its answer.
 
@@ -125,12 +137,27 @@ class Connection:
 @asynccontextmanager
 async def connect(address: Address) -> AsyncIterator[Connection]:
     """A connection that is closed with the block; OSError if there is no way to the server."""
-    context = ssl.create_default_context() if address.secure else None
-    reader, writer = await asyncio.open_connection(address.host, address.port, ssl=context)
+    reader, writer = await asyncio.open_connection(
+        address.ip or address.host,
+        address.port,
+        ssl=_certificates() if address.secure else None,
+        server_hostname=address.host if address.secure else None,
+    )
     try:
         yield Connection(address, reader, writer)
     finally:
         writer.transport.abort()
+
+
+async def looked_up(address: Address) -> Address:
+    """The address with the IP that answers, so that no request has to look for it; OSError if none does."""
+    async with connect(address) as connection:
+        return replace(address, ip=connection.ip)
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    return ssl.create_default_context()
 
 
 def _parse_head(head: bytes) -> tuple[int, dict[str, str]]:

@@ -11,6 +11,7 @@ from typing import Any
 from sidestream.engine.bench.cutters import RatioCutter, TokenizerCutter
 from sidestream.engine.bench.load.arrivals import arrival_times
 from sidestream.engine.bench.load.generator import LoadRun, generate_load
+from sidestream.engine.bench.load.http_client import looked_up
 from sidestream.engine.bench.load.objectives import Objectives
 from sidestream.engine.bench.load.openai_client import CHAT, OpenAIClient
 from sidestream.engine.bench.load.outcome import Answer, Failure
@@ -86,9 +87,12 @@ async def measure(
     check(client, workload, settings)
     try:
         async with asyncio.timeout(settings.timeout):
+            client = replace(client, address=await looked_up(client.address))
             models = await client.models()
     except TimeoutError:
         raise SidestreamError(f"{client.address}/v1/models does not answer within {settings.timeout} s") from None
+    except OSError as error:
+        raise SidestreamError(f"{client.address} cannot be reached: {error}") from None
     if not client.model:
         if not models:
             raise ConfigError(f"{client.address} lists no models; give --served-model-name")
