@@ -60,10 +60,12 @@ class BlockPool:
         assert count >= 0, f"allocate({count})"
         if count > len(self._free):
             return None
-        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        free, references, hash_of = self._free, self._references, self._hash_of
+        blocks = [free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
-            self._references[block] = 1
-            self._forget(block)
+            references[block] = 1
+            if block in hash_of:
+                self._forget(block)
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -145,11 +147,10 @@ class BlockPool:
         assert self._block_of == {content: block for block, content in self._hash_of.items()}, "hash maps disagree"
 
     def _forget(self, block: int) -> None:
-        content = self._hash_of.pop(block, None)
-        if content is not None:
-            del self._block_of[content]
-            if self._on_evict is not None:
-                self._on_evict(block, content)
+        content = self._hash_of.pop(block)
+        del self._block_of[content]
+        if self._on_evict is not None:
+            self._on_evict(block, content)
 
 
 def _owners(owned: Mapping[str, Sequence[int]], block: int) -> list[str]:

@@ -16,8 +16,10 @@ What a planned step computes counts as cached from then on: steps run in order, 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from sidestream.cache.block_hashes import BlockHashes, chain_root
 from sidestream.cache.block_pool import BlockPool
@@ -29,6 +31,8 @@ from sidestream.core.outputs import CacheReason
 
 FIRST_GUESS_TOKENS = 128
 """Prompts that have less in common are cheap to compute."""
+ROOTS = 1024
+"""Starts of chains that are kept, one for each salt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +104,11 @@ class PrefixCache:
         self.snapshots = None if snapshots is None else SnapshotPool(*snapshots, on_evict=self._forget_snapshot)
         self.tree = PrefixTree()
         self.stats = stats
-        self._salt = salt
+        self._root = lru_cache(ROOTS)(lambda tenant: chain_root(salt, tenant.encode(errors="surrogatepass")))
         self._snapshot_interval = snapshot_interval
         least = -(-first_guess // block_size)
         guess = self.snapshots is not None and self.snapshots.most_guesses > 0
-        self._guesses = frozenset(least << power for power in range(32)) if guess else frozenset()
+        self._guesses = [least << power for power in range(32)] if guess else []
 
     def open(self, token_ids: Sequence[int], *, num_prompt: int, salt: str) -> CachedSequence:
         """Enter a sequence with its known tokens; marks where it parts from what is there.
@@ -113,9 +117,7 @@ class PrefixCache:
             salt: sequences of different salts share nothing.
         """
         size = self.blocks.block_size
-        sequence = CachedSequence(
-            BlockHashes(chain_root(self._salt, salt.encode(errors="surrogatepass")), size, token_ids)
-        )
+        sequence = CachedSequence(BlockHashes(self._root(salt), size, token_ids))
         known = self.tree.extend(sequence.path, sequence.hashes.hashes)
         parting = min(known, (num_prompt - 1) // size)
         if parting and self.snapshots is not None:
@@ -184,10 +186,11 @@ class PrefixCache:
 
     def chunk_end(self, sequence: CachedSequence, start: int, end: int) -> int:
         """Where a prefill chunk should end that could reach ``end``: it can leave ``MAX_SPLITS`` states on its way."""
-        if self.snapshots is None:
-            return end
         size = self.blocks.block_size
-        wanted = self._wanted(sequence, start // size, (end - 1) // size)
+        first, last = start // size, (end - 1) // size
+        if self.snapshots is None or last - first <= MAX_SPLITS:
+            return end
+        wanted = self._wanted(sequence, first, last)
         return wanted[MAX_SPLITS].depth * size if len(wanted) > MAX_SPLITS else end
 
     def computed(self, sequence: CachedSequence, end: int, block_ids: Sequence[int], *, decode: bool) -> list[Split]:
@@ -234,9 +237,9 @@ class PrefixCache:
         full = min(sequence.num_computed // self.blocks.block_size, len(sequence.path))
         if sequence.num_published >= full:
             return
-        for place in range(sequence.num_published, full):
-            node = sequence.path[place]
-            node.block = self.blocks.publish(block_ids[place], node.content)
+        publish, done = self.blocks.publish, sequence.num_published
+        for block, node in zip(block_ids[done:full], sequence.path[done:full], strict=True):
+            node.block = publish(block, node.content)
         sequence.num_published = full
         while sequence.pending and sequence.pending[0][0] <= full:
             depth, slot = sequence.pending.pop(0)
@@ -288,7 +291,8 @@ class PrefixCache:
             node.snapshot = None
             self.stats.snapshots_evicted += 1
         self.stats.blocks_evicted += 1
-        self.tree.prune(node)
+        if not node.children and not node.ends:
+            self.tree.prune(node)
 
     def _forget_snapshot(self, slot: int, content: bytes) -> None:
         """A snapshot gives way to another; its block stays."""
@@ -310,7 +314,17 @@ class PrefixCache:
 
     def _wanted(self, sequence: CachedSequence, first: int, last: int) -> list[PrefixNode]:
         """Those of its blocks, numbers ``first`` to ``last - 1``, behind which it should leave a snapshot."""
-        return [node for node in sequence.path[first:last] if self._wants(sequence, node)]
+        if self.snapshots is None or not self.snapshots.count:
+            return []
+        path, every = sequence.path, self._snapshot_interval
+        last = min(last, len(path))
+        depths = {node.depth for node in path[first:last] if node.wanted}
+        depths.update(self._guesses[bisect_right(self._guesses, first) : bisect_right(self._guesses, last)])
+        if first < sequence.last_full <= last:
+            depths.add(sequence.last_full)
+        if every is not None:
+            depths.update(range(first // every * every + every, last + 1, every))
+        return [path[depth - 1] for depth in sorted(depths) if path[depth - 1].snapshot is None]
 
     def _take(self, sequence: CachedSequence, node: PrefixNode) -> int | None:
         """A slot for the state behind a block of a prompt, kept from now on; None if there is none to be had."""

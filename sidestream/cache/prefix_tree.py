@@ -63,19 +63,19 @@ class PrefixTree:
             How many nodes of the path there had been before.
         """
         nodes = self.nodes
-        known = len(path)
-        end = path[-1] if path else None
-        node = end
-        for place in range(len(path), len(hashes)):
-            content = hashes[place]
+        end = node = path[-1] if path else None
+        for content in hashes[len(path) :]:
             found = nodes.get(content)
             if found is None:
-                found = nodes[content] = PrefixNode(content, node)
-                if node is not None:
-                    node.children += 1
-            else:
-                known = place + 1
+                break
             node = found
+            path.append(node)
+        known = len(path)
+        for content in hashes[known:]:  # nothing continues what is not there
+            child = PrefixNode(content, node)
+            if node is not None:
+                node.children += 1
+            nodes[content] = node = child
             path.append(node)
         if node is not end:
             assert node is not None

@@ -1,4 +1,5 @@
 import random
+import struct
 from collections import Counter
 
 import pytest
@@ -81,7 +82,7 @@ def test_equal_content_is_published_once() -> None:
 
 
 def test_hashes_depend_on_all_earlier_tokens_and_the_salt() -> None:
-    tokens = [5, 6, 7, 8, 9, 10, 11, 2**40]
+    tokens = [5, 6, 7, 8, 9, 10, 11, 2**31 - 1]
     hashes = block_hashes(tokens, 4)
     assert len(hashes) == 2
     assert len(block_hashes(tokens[:7], 4)) == 1
@@ -90,6 +91,8 @@ def test_hashes_depend_on_all_earlier_tokens_and_the_salt() -> None:
     assert not set(changed) & set(hashes)
     assert not set(block_hashes(tokens, 4, salt=b"tenant")) & set(hashes)
     assert block_hashes(tokens[4:], 4)[0] != hashes[1]
+    with pytest.raises(struct.error):  # never cut off to fewer bytes
+        block_hashes([5, 6, 7, 2**32 + 8], 4)
 
 
 @pytest.mark.parametrize(
