@@ -100,4 +100,4 @@ class ChunkTimes:
         if small.tokens < large.tokens:
             slope = (large.seconds - small.seconds) / (large.tokens - small.tokens)
         self.per_token = min(max(slope, FLATTEST * steepest), steepest)
-        self.fixed = large.seconds - self.per_token * large.tokens
+        self.fixed = max(0.0, large.seconds - self.per_token * large.tokens)
