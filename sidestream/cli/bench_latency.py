@@ -10,6 +10,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from sidestream.cli.engine_options import (
+    CudagraphMode,
+    Device,
+    Dtype,
+    KvCacheDtype,
+    LoadFormat,
+    MaxCaptureTokens,
+    MaxNumBatchedTokens,
+    MemoryLimit,
+)
+from sidestream.config.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS
+
 HELP = """
 Measure inter-token latency and prefill speed of a checkpoint, or of a config.json with dummy weights.
 
@@ -30,20 +42,22 @@ def latency(
     model: Annotated[
         Path | None, typer.Argument(help="Checkpoint folder or config.json; the bundled checkpoint without it.")
     ] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Sequences that decode; several may be given.")] = None,
-    context: Annotated[list[int] | None, typer.Option(help="Tokens behind each; several may be given.")] = None,
-    prefill: Annotated[list[int] | None, typer.Option(help="Tokens of a prompt; several may be given.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences that decode; repeat it.", show_default="1")] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(help="Tokens behind each; likewise.", show_default="1024")
+    ] = None,
+    prefill: Annotated[list[int] | None, typer.Option(help="Tokens of a prompt; likewise.")] = None,
     steps: Annotated[int, typer.Option(help="Steps of each repeat.")] = 100,
-    repeats: Annotated[int, typer.Option(help="Of each measurement.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Of each measurement; figures are the repeats' medians.")] = 3,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
-    load_format: Annotated[str, typer.Option(help="auto, or dummy for seeded random weights.")] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto, bf16, fp8_ds_mla or mxfp8.")] = "auto",
-    mode: Annotated[str, typer.Option(help="auto, none, piecewise, full or full_and_piecewise.")] = "auto",
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens a step.")] = 1024,
-    max_capture_tokens: Annotated[int | None, typer.Option(help="Largest mixed batch with a graph.")] = None,
-    memory_limit: Annotated[str | None, typer.Option(help="'40GiB' or '60%'.")] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    load_format: LoadFormat = "auto",
+    max_num_batched_tokens: MaxNumBatchedTokens = DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    cudagraph_mode: CudagraphMode = "auto",
+    max_capture_tokens: MaxCaptureTokens = None,
+    memory_limit: MemoryLimit = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report there.")] = None,
     ledger: Annotated[bool, typer.Option("--ledger", help="Show what takes memory.")] = False,
 ) -> None:
@@ -67,7 +81,7 @@ def latency(
         dtype=dtype,
         load_format=load_format,
         kv_cache_dtype=kv_cache_dtype,
-        cudagraph_mode=mode,
+        cudagraph_mode=cudagraph_mode,
         max_num_batched_tokens=max_num_batched_tokens,
         max_capture_tokens=max_capture_tokens,
         memory_limit=memory_limit,

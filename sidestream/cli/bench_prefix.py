@@ -9,17 +9,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from sidestream.cli.engine_options import (
+    CudagraphMode,
+    Device,
+    MaxNumBatchedTokens,
+    MemoryLimit,
+    PrefixSnapshotInterval,
+)
+from sidestream.config.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS
+
 if TYPE_CHECKING:
     from sidestream.engine.bench.prefix import MultiTurn, SharedPrefix
 
 Model = Annotated[
     Path | None, typer.Argument(help="Checkpoint folder or config.json; the bundled checkpoint without it.")
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Mode = Annotated[str, typer.Option(help="auto, none, piecewise, full or full_and_piecewise.")]
-Budget = Annotated[int, typer.Option(help="Tokens a step.")]
-Limit = Annotated[str | None, typer.Option(help="'40GiB' or '60%'.")]
-Interval = Annotated[int | None, typer.Option(help="Blocks between snapshots of linear-attention state in a prompt.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures there.")]
 Answer = Annotated[int, typer.Option(help="Tokens of each answer.")]
 AtOnce = Annotated[int, typer.Option(help="Requests at a time.")]
@@ -33,10 +37,10 @@ def shared_prefix(
     answer: Answer = 16,
     concurrency: AtOnce = 4,
     device: Device = "auto",
-    mode: Mode = "auto",
-    max_num_batched_tokens: Budget = 1024,
-    memory_limit: Limit = None,
-    prefix_snapshot_interval: Interval = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    cudagraph_mode: CudagraphMode = "auto",
+    memory_limit: MemoryLimit = None,
+    prefix_snapshot_interval: PrefixSnapshotInterval = None,
     json_file: JsonFile = None,
 ) -> None:
     """Measure prompts that share a system prompt, with the prefix cache and without it."""
@@ -46,7 +50,7 @@ def shared_prefix(
         SharedPrefix(requests=requests, shared=shared, tail=tail, answer=answer, concurrency=concurrency),
         model,
         device=device,
-        mode=mode,
+        cudagraph_mode=cudagraph_mode,
         max_num_batched_tokens=max_num_batched_tokens,
         memory_limit=memory_limit,
         interval=prefix_snapshot_interval,
@@ -63,10 +67,10 @@ def multi_turn(
     answer: Answer = 50,
     concurrency: AtOnce = 4,
     device: Device = "auto",
-    mode: Mode = "auto",
-    max_num_batched_tokens: Budget = 1024,
-    memory_limit: Limit = None,
-    prefix_snapshot_interval: Interval = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    cudagraph_mode: CudagraphMode = "auto",
+    memory_limit: MemoryLimit = None,
+    prefix_snapshot_interval: PrefixSnapshotInterval = None,
     json_file: JsonFile = None,
 ) -> None:
     """Measure growing conversations, with the prefix cache and without it."""
@@ -76,7 +80,7 @@ def multi_turn(
         MultiTurn(chats=chats, turns=turns, system=system, message=message, answer=answer, concurrency=concurrency),
         model,
         device=device,
-        mode=mode,
+        cudagraph_mode=cudagraph_mode,
         max_num_batched_tokens=max_num_batched_tokens,
         memory_limit=memory_limit,
         interval=prefix_snapshot_interval,
@@ -89,7 +93,7 @@ def _run(
     model: Path | None,
     *,
     device: str,
-    mode: str,
+    cudagraph_mode: str,
     max_num_batched_tokens: int,
     memory_limit: str | None,
     interval: int | None,
@@ -108,7 +112,7 @@ def _run(
     user = EngineConfig(
         device=device,
         load_format="dummy" if source.is_file() else "auto",
-        cudagraph_mode=mode,
+        cudagraph_mode=cudagraph_mode,
         max_num_seqs=workload.concurrency,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=workload.longest,

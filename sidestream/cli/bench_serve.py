@@ -17,7 +17,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from sidestream.cli.bench_throughput import DATASET_HELP, RANGE_HELP
+from sidestream.cli.workload_options import (
+    WORKLOAD,
+    Dataset,
+    InputLen,
+    NumPrompts,
+    NumWarmups,
+    OutputLen,
+    RangeRatio,
+    Temperature,
+    WorkloadSeed,
+)
 from sidestream.engine.bench.workload import (
     DATASETS,
     DEFAULT_INPUT_LEN,
@@ -52,48 +62,79 @@ server counts in two short prompts.
 - `sidestream bench compare before.json after.json` compares two results
 """
 
+LOAD = "Load and figures"
+
 
 def serve(
     options: Annotated[
         list[str] | None, typer.Argument(help="Behind `--`: options of `sidestream serve`, without `--url`.")
     ] = None,
-    url: Annotated[str | None, typer.Option(help="The server; one of our own without it.")] = None,
+    url: Annotated[str | None, typer.Option(help="The server.", show_default="one of our own")] = None,
     model: Annotated[
         Path | None,
-        typer.Option("--model", "-m", help="Folder or config.json for a server of our own; the bundled model without."),
+        typer.Option(
+            "--model", "-m", help="Folder or config.json, for a server of our own.", show_default="the bundled model"
+        ),
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(help="Name in requests; the first that the server lists without it.")
+        str | None, typer.Option(help="Name in requests.", show_default="the first that the server lists")
     ] = None,
     endpoint: Annotated[str, typer.Option(help="/v1/completions or /v1/chat/completions.")] = "/v1/completions",
     api_key: Annotated[
         str | None, typer.Option(envvar="SIDESTREAM_API_KEY", help="The server's key.", show_envvar=True)
     ] = None,
-    num_prompts: Annotated[int, typer.Option(help="Requests that are measured.")] = DEFAULT_NUM_PROMPTS,
-    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = DEFAULT_INPUT_LEN,
-    output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = DEFAULT_OUTPUT_LEN,
-    range_ratio: Annotated[float, typer.Option(help=RANGE_HELP)] = 0.0,
-    dataset: Annotated[str, typer.Option(help=DATASET_HELP)] = DATASETS[0],
-    tokenizer: Annotated[Path | None, typer.Option(help="Folder of the model's tokenizer, for exact lengths.")] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="Of random-ids; the tokenizer's without it.")] = None,
-    seed: Annotated[int, typer.Option(help="Of prompts, lengths and the Poisson process.")] = 0,
-    request_rate: Annotated[
-        float, typer.Option(help="Requests a second, as a Poisson process; inf sends all at once.")
-    ] = math.inf,
-    max_concurrency: Annotated[int | None, typer.Option(help="Requests open at once; no limit without it.")] = None,
-    num_warmups: Annotated[int, typer.Option(help="Requests before the measurement, with prompts of their own.")] = 4,
-    timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos/--no-ignore-eos", help="Ask for answers of exactly --output-len tokens.")
-    ] = True,
-    continuous_usage: Annotated[
-        bool, typer.Option("--continuous-usage", help="Ask for counts with every event: for models without text.")
-    ] = False,
-    extra_body: Annotated[str | None, typer.Option(help="Further fields of requests, as a JSON object.")] = None,
-    goodput: Annotated[
-        list[str] | None, typer.Option(help="Objective in ms, like ttft:200; of ttft, tpot, e2e; repeatable.")
+    num_prompts: NumPrompts = DEFAULT_NUM_PROMPTS,
+    input_len: InputLen = DEFAULT_INPUT_LEN,
+    output_len: OutputLen = DEFAULT_OUTPUT_LEN,
+    range_ratio: RangeRatio = 0.0,
+    dataset: Dataset = DATASETS[0],
+    seed: WorkloadSeed = 0,
+    num_warmups: NumWarmups = 4,
+    temperature: Temperature = 0.0,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the model's tokenizer, for exact lengths.", rich_help_panel=WORKLOAD),
     ] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(help="Of random-ids.", show_default="the model's, or --tokenizer's", rich_help_panel=WORKLOAD),
+    ] = None,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos/--no-ignore-eos",
+            help="Ask for answers of exactly --output-len tokens.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = True,
+    extra_body: Annotated[
+        str | None, typer.Option(help="Further fields of requests, as a JSON object.", rich_help_panel=WORKLOAD)
+    ] = None,
+    request_rate: Annotated[
+        float,
+        typer.Option(
+            help="Requests a second, as a Poisson process of --seed; inf sends all at once.", rich_help_panel=LOAD
+        ),
+    ] = math.inf,
+    max_concurrency: Annotated[
+        int | None, typer.Option(help="Requests open at once.", show_default="no limit", rich_help_panel=LOAD)
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that a request may take.", rich_help_panel=LOAD)] = 600.0,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Objective in ms, like ttft:200; of ttft, tpot, e2e; may be given more than once.",
+            rich_help_panel=LOAD,
+        ),
+    ] = None,
+    continuous_usage: Annotated[
+        bool,
+        typer.Option(
+            "--continuous-usage",
+            help="Ask for counts with every event: for models without text.",
+            rich_help_panel=LOAD,
+        ),
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report there.")] = None,
 ) -> None:
     from sidestream.cli.report_file import check_place, write

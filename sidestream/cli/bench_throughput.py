@@ -9,6 +9,33 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from sidestream.cli.engine_options import (
+    BlockSize,
+    CudagraphMode,
+    Device,
+    Dtype,
+    HisparseHostMemory,
+    HisparseHotFactor,
+    HisparseWatermark,
+    KvCacheDtype,
+    LoadFormat,
+    MaxCaptureTokens,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
+    MemoryLimit,
+    NumBlocks,
+)
+from sidestream.cli.workload_options import (
+    Dataset,
+    InputLen,
+    NumPrompts,
+    NumWarmups,
+    OutputLen,
+    RangeRatio,
+    Temperature,
+    WorkloadSeed,
+)
+from sidestream.config.engine import DEFAULT_BLOCK_SIZE, DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
 from sidestream.engine.bench.workload import (
     DATASETS,
     DEFAULT_INPUT_LEN,
@@ -34,38 +61,37 @@ other requests; times are in milliseconds.
 - `sidestream bench compare before.json after.json` compares two results
 """
 
-DATASET_HELP = (
-    "prose (text that ships with Sidestream), synthetic (made-up words), random-ids, or a text file's path. Prompts "
-    "begin at words of the text and go on at its start where it ends."
-)
-RANGE_HELP = "Lengths are drawn between (1 - this) and (1 + this) times those given."
-
 
 def throughput(
     model: Annotated[
         Path | None, typer.Argument(help="Checkpoint folder or config.json; the bundled checkpoint without it.")
     ] = None,
-    num_prompts: Annotated[int, typer.Option(help="Requests of a repeat.")] = DEFAULT_NUM_PROMPTS,
-    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = DEFAULT_INPUT_LEN,
-    output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = DEFAULT_OUTPUT_LEN,
-    range_ratio: Annotated[float, typer.Option(help=RANGE_HELP)] = 0.0,
-    dataset: Annotated[str, typer.Option(help=DATASET_HELP)] = DATASETS[0],
+    num_prompts: NumPrompts = DEFAULT_NUM_PROMPTS,
+    input_len: InputLen = DEFAULT_INPUT_LEN,
+    output_len: OutputLen = DEFAULT_OUTPUT_LEN,
+    range_ratio: RangeRatio = 0.0,
+    dataset: Dataset = DATASETS[0],
+    seed: WorkloadSeed = 0,
+    num_warmups: NumWarmups = 8,
+    temperature: Temperature = 0.0,
+    repeats: Annotated[int, typer.Option(help="Of the whole workload; figures are their medians.")] = 3,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder of a tokenizer, for a model that has none; it gets token ids then.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of prompts and lengths.")] = 0,
-    num_warmups: Annotated[int, typer.Option(help="Requests before the first repeat, with prompts of their own.")] = 8,
-    repeats: Annotated[int, typer.Option(help="Of the whole workload.")] = 3,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
-    load_format: Annotated[str, typer.Option(help="auto, or dummy for seeded random weights.")] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto, bf16, fp8_ds_mla or mxfp8.")] = "auto",
-    mode: Annotated[str, typer.Option(help="auto, none, piecewise, full or full_and_piecewise.")] = "auto",
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 32,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens a step.")] = 1024,
-    max_capture_tokens: Annotated[int | None, typer.Option(help="Largest mixed batch with a graph.")] = None,
-    memory_limit: Annotated[str | None, typer.Option(help="'40GiB' or '60%'.")] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    load_format: LoadFormat = "auto",
+    max_num_seqs: MaxNumSeqs = DEFAULT_MAX_NUM_SEQS,
+    max_num_batched_tokens: MaxNumBatchedTokens = DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    cudagraph_mode: CudagraphMode = "auto",
+    max_capture_tokens: MaxCaptureTokens = None,
+    memory_limit: MemoryLimit = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
+    num_blocks: NumBlocks = None,
+    hisparse_host_memory: HisparseHostMemory = None,
+    hisparse_hot_factor: HisparseHotFactor = 2,
+    hisparse_watermark: HisparseWatermark = 0.125,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report there.")] = None,
 ) -> None:
     from sidestream.cli.report_file import check_place, write
@@ -95,13 +121,18 @@ def throughput(
             dtype=dtype,
             load_format="dummy" if without_weights else load_format,
             kv_cache_dtype=kv_cache_dtype,
-            cudagraph_mode=mode,
+            cudagraph_mode=cudagraph_mode,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_capture_tokens=max_capture_tokens,
             max_model_len=workload.longest_input + workload.longest_output,
             memory_limit=memory_limit,
+            block_size=block_size,
+            num_blocks=num_blocks,
             enable_prefix_caching=False,
+            hisparse_host_memory=hisparse_host_memory,
+            hisparse_hot_factor=hisparse_hot_factor,
+            hisparse_watermark=hisparse_watermark,
         )
     console = Console(highlight=False)
     config = llm.built.config

@@ -18,6 +18,7 @@ import torch
 from sidestream.core.batch import Chunk
 from sidestream.core.request import Request
 from sidestream.core.sampling_params import SamplingParams
+from sidestream.engine.bench.summary import percentile
 from sidestream.engine.build import BuiltEngine
 from sidestream.engine.core import EngineCore
 from sidestream.engine.runner import StepOutput
@@ -144,7 +145,7 @@ def decode_times(
         batch=batch,
         context=context,
         median=statistics.median(medians),
-        p90=statistics.median(times[int(0.9 * steps)] for times in rounds),
+        p90=statistics.median(percentile(times, 0.9) for times in rounds),
         mean=statistics.median(statistics.fmean(times) for times in rounds),
         medians=medians,
         floor=floor,

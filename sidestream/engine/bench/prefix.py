@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from sidestream.core.request import Request
 from sidestream.core.sampling_params import SamplingParams
+from sidestream.engine.bench.summary import percentile
 from sidestream.engine.bench.workload import FIRST_TOKEN
 from sidestream.engine.build import BuiltEngine
 from sidestream.engine.core import EngineCore
@@ -172,7 +173,7 @@ def run(built: BuiltEngine, workload: SharedPrefix | MultiTurn, *, seed: int) ->
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens,
         first_token_ms=statistics.median(first),
-        first_token_p90_ms=sorted(first)[int(0.9 * (len(first) - 1))],
+        first_token_p90_ms=percentile(sorted(first), 0.9),
         tokens_a_second=(prompt_tokens + generated) / seconds,
         snapshots_taken=stats.snapshots_taken,
         snapshots_restored=stats.snapshots_restored,
