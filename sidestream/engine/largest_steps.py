@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sidestream.config.resolved import ResolvedConfig
-from sidestream.core.batch import Chunk
+from sidestream.core.batch import SCRATCH_SLOT, Chunk, Split
 from sidestream.engine.scratch_steps import scratch_chunk
 
 
@@ -28,4 +30,13 @@ def largest_steps(config: ResolvedConfig, *, longest: int) -> tuple[tuple[Chunk,
     steps = [prefills(tokens, longest, sequences), prefills(tokens, each, sequences)]
     if decodes:
         steps += [decodes[1:] + prefills(tokens - len(decodes) + 1, longest, 1), decodes]
+    if config.prefix_caching and config.needs_snapshots:  # rows of a round are gathered if they lie apart
+        halves = prefills(tokens, min(longest, -(-tokens // 2)), sequences)
+        steps += [[_split(c, config.block_size) for c in chunks] for chunks in (halves, steps[0])]
     return tuple(tuple(step) for step in steps)
+
+
+def _split(chunk: Chunk, block_size: int) -> Chunk:
+    """The chunk, with a state kept behind the last block within it, if there is one."""
+    place = (chunk.end - 1) // block_size * block_size
+    return replace(chunk, splits=(Split(place, SCRATCH_SLOT),)) if place > chunk.start else chunk

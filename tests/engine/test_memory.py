@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +201,9 @@ def test_the_largest_steps_are_legal_and_as_large_as_can_be(tokens: int, sequenc
     assert max(sum(chunk.length for chunk in step) for step in steps) == min(tokens, sequences * longest)
     assert max(len(step) for step in steps) == min(tokens, sequences)
     assert any(all(chunk.is_decode for chunk in step) for step in steps) == (longest > 1)
+    halved = [step for step in steps if step[0].splits]
+    if longest > 8 and tokens > 8:
+        assert max(sum(chunk.length for chunk in step if chunk.splits) for step in halved) == min(tokens, 4 * longest)
+        assert any(len(step) > 1 and all(chunk.splits for chunk in step) for step in halved)
+    off = resolve(replace(user, enable_prefix_caching=False), model, cuda_available=False, device_memory=1 << 40)
+    assert not any(chunk.splits for step in largest_steps(off, longest=longest) for chunk in step)

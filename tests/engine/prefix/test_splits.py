@@ -12,6 +12,8 @@ from sidestream.attention.state_rounds import plan_rounds
 from sidestream.config.engine import EngineConfig
 from sidestream.core.batch import MAX_SPLITS, Chunk, SlotCopy, Split
 from sidestream.engine.build import BuiltEngine, build_engine
+from sidestream.engine.largest_steps import largest_steps
+from sidestream.engine.scratch_steps import run_step
 from tests.engine.harness import random_sequences
 from tests.engine.prefix.serving import BLOCK, VOCAB
 from tests.tiny_models import VARIANTS, build_oracle, save_checkpoint
@@ -56,7 +58,9 @@ def state(built: BuiltEngine, slot: int) -> list[torch.Tensor]:
     """Recurrent and convolution state of a slot, layer by layer."""
     pools = built.pools
     recurrent = [memory[slot] for memory in pools.recurrent.values()]
-    return recurrent + [m.view(pools.num_slots, -1, m.shape[-1])[slot] for m in pools.conv.values()]
+    return recurrent + [
+        m.view(pools.num_slots + pools.num_snapshots, -1, m.shape[-1])[slot] for m in pools.conv.values()
+    ]
 
 
 def test_states_inside_chunks_are_those_of_chunks_that_end_there(folder: Path) -> None:
@@ -139,3 +143,16 @@ def test_the_upload_has_room_for_as_many_pieces_as_there_can_be(folder: Path) ->
     object.__setattr__(builder, "place", place)
     builder.build(chunks, [5] * (8 * count))
     assert placed[0] <= builder.upload_elements(max_seqs=count, max_tokens=8 * count)
+
+
+def test_scratch_steps_with_splits_run_and_touch_scratch_alone(folder: Path) -> None:
+    """What start-up runs to see how much memory split chunks take, rows that lie apart included."""
+    settings = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "block_size": BLOCK, "num_blocks": 60}
+    built = build_engine(folder, EngineConfig(memory_limit="2GiB", max_num_batched_tokens=80, **settings))
+    built.pools.poison()
+    steps = [step for step in largest_steps(built.config, longest=200) if step[0].splits]
+    assert {len(step) for step in steps} == {1, 2}
+    for step in steps:
+        run_step(built.runner, step, vocab_size=built.config.model.vocab_size)
+    for slot in range(1, built.pools.num_slots):
+        assert all(bool(part.isnan().all()) for part in state(built, slot)), f"slot {slot} was written"
