@@ -12,6 +12,8 @@ from typing import Any
 
 MODELS = {"object": "list", "data": [{"id": "fake", "object": "model", "owned_by": "a test"}]}
 
+VERSION = {"version": "0.33.0"}
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -27,7 +29,7 @@ Handler = Callable[[Asked, asyncio.StreamWriter], Awaitable[None]]
 
 
 class FakeServer:
-    """Keeps what was asked; ``/v1/models`` is answered by itself."""
+    """Keeps what was asked; ``/v1/models`` and ``/version`` are answered by itself."""
 
     def __init__(self, handler: Handler) -> None:
         self.asked: list[Asked] = []
@@ -37,8 +39,10 @@ class FakeServer:
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             asked = await _read(reader)
-            if asked.path.endswith("/v1/models"):
+            if asked.path == "/v1/models":
                 writer.write(whole(200, MODELS))
+            elif asked.path == "/version":
+                writer.write(whole(200, VERSION))
             else:
                 self.asked.append(asked)
                 await self._handler(asked, writer)

@@ -67,6 +67,7 @@ def test_a_measurement() -> None:
     assert all(asked.body["model"] == "fake" for asked in fake.asked)
     assert found["kind"] == "serve"
     assert (found["model"], found["owned_by"], found["endpoint"]) == ("fake", "a test", "/v1/completions")
+    assert found["server_version"] == "0.33.0"
     assert (found["requests"], found["failed"], found["failures"]) == (4, 0, {})
     assert found["completion_tokens"] == 48
     assert 4 * 45 <= found["prompt_tokens"] <= 4 * 50

@@ -88,7 +88,7 @@ async def measure(
     try:
         async with asyncio.timeout(settings.timeout):
             client = replace(client, address=await looked_up(client.address))
-            models = await client.models()
+            models, version = await client.models(), await client.version()
     except TimeoutError:
         raise SidestreamError(f"{client.address}/v1/models does not answer within {settings.timeout} s") from None
     except OSError as error:
@@ -101,8 +101,14 @@ async def measure(
     warm, jobs = workload.jobs(cutter=cutter, vocab_size=settings.vocab_size, warm_ups=settings.num_warmups)
 
     async def load(part: Sequence[Job], due: Sequence[float]) -> LoadRun:
-        limits = {"max_concurrency": settings.max_concurrency, "timeout": settings.timeout}
-        return await generate_load(client, part, due, **limits, on_outcome=on_outcome)  # type: ignore[arg-type]
+        return await generate_load(
+            client,
+            part,
+            due,
+            max_concurrency=settings.max_concurrency,
+            timeout=settings.timeout,
+            on_outcome=on_outcome,
+        )
 
     if warm:
         on_phase("warming up", len(warm))
@@ -114,6 +120,7 @@ async def measure(
     run = await load(jobs, arrival_times(len(jobs), settings.request_rate, seed=workload.seed))
     owner = next((entry.get("owned_by") for entry in models if entry["id"] == client.model), None)
     server = {"url": str(client.address), "endpoint": client.endpoint, "model": client.model, "owned_by": owner}
+    server["server_version"] = version
     asked = {"ignore_eos": client.ignore_eos, "temperature": client.temperature, "extra_body": dict(client.extra)}
     return ServeReport(run, server, workload.as_json() | settings.as_json() | asked, settings.objectives)
 

@@ -60,22 +60,34 @@ class OpenAIClient:
         Raises:
             SidestreamError: the server cannot be reached, or refuses.
         """
-        try:
-            async with connect(self.address) as connection:
-                response = await connection.ask("GET", "/v1/models", self._headers())
-                body = await response.read(WHOLE_BODY_BYTES)
-        except (OSError, HttpError) as error:
-            raise SidestreamError(f"{self.address} cannot be reached: {error}") from None
-        if response.status == 404:
+        status, body = await self._get("/v1/models")
+        if status == 404:
             return []
-        if response.status != 200:
-            key = "; give --api-key" if response.status in (401, 403) else ""
-            raise SidestreamError(f"{self.address}/v1/models answered {response.status}: {_message(body)}{key}")
+        if status != 200:
+            key = "; give --api-key" if status in (401, 403) else ""
+            raise SidestreamError(f"{self.address}/v1/models answered {status}: {_message(body)}{key}")
         try:
             entries = [dict(entry) for entry in json.loads(body)["data"]]
             return [entry | {"id": str(entry["id"])} for entry in entries]
         except (ValueError, LookupError, TypeError):
             raise SidestreamError(f"{self.address}/v1/models is not a list of models: {_message(body)}") from None
+
+    async def version(self) -> str | None:
+        """What the server says its version is at ``/version``, as vLLM does; None if it has no such path."""
+        status, body = await self._get("/version")
+        try:
+            return str(json.loads(body)["version"]) if status == 200 else None
+        except (ValueError, LookupError, TypeError):
+            return None
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        """Status and body; SidestreamError if there is none."""
+        try:
+            async with connect(self.address) as connection:
+                response = await connection.ask("GET", path, self._headers())
+                return response.status, await response.read(WHOLE_BODY_BYTES)
+        except (OSError, HttpError) as error:
+            raise SidestreamError(f"{self.address} cannot be reached: {error}") from None
 
     def body(self, job: Job) -> dict[str, Any]:
         """Fields of the request for a job."""
