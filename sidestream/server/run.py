@@ -8,7 +8,7 @@ import socket
 import time
 from asyncio import FIRST_COMPLETED
 from asyncio import wait as first_of
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sidestream.engine.async_engine import AsyncEngine
 from sidestream.engine.engine_link import EngineLink
@@ -63,7 +63,11 @@ def run_server(settings: ServerSettings, watcher: Watcher) -> None:
         ConfigError, CheckpointError, CapacityError: the engine cannot start so.
         EngineDeadError: its process ended.
     """
-    asyncio.run(_Running(settings, watcher).run())
+
+    async def serve() -> None:
+        await _Running(settings, watcher).run()
+
+    asyncio.run(serve())
 
 
 class _Running:
@@ -74,15 +78,16 @@ class _Running:
         self._watcher = watcher
         self._service: Service | None = None
         self._server: HttpServer | None = None
-        self._checked = asyncio.Event()
-        self._stop = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._checked: asyncio.Future[None] = self._loop.create_future()
+        self._stop: asyncio.Future[None] = self._loop.create_future()
         self._stopping_since = 0.0
         self._unfinished = 0
         self._clock = StartupClock(SERVER_IMPORTS, tell=self._progress)
 
     async def run(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._signal, number)
+            self._loop.add_signal_handler(number, self._signal, number)
         with _bind(self._settings) as bound:
             self._clock.begin(ENGINE_PROCESS)
             link = await EngineLink.open()
@@ -91,7 +96,7 @@ class _Running:
             finally:
                 await link.end()
                 link.close()
-        if self._stop.is_set():
+        if self._stop.done():
             self._watcher.stopped(time.monotonic() - self._stopping_since, unfinished=self._unfinished)
         if self._service is not None and self._service.failure is not None:
             raise self._service.failure
@@ -121,11 +126,9 @@ class _Running:
 
     async def _passes(self, starting: asyncio.Task[AsyncEngine]) -> bool:
         """Whether settings and checkpoint are good; False if a signal came first. Raises what ``starting`` does."""
-        events = [asyncio.create_task(event.wait()) for event in (self._checked, self._stop)]
-        await first_of([starting, *events], return_when=FIRST_COMPLETED)
-        for event in events:
-            event.cancel()
-        if self._stop.is_set():
+        awaited: list[asyncio.Future[Any]] = [starting, self._checked, self._stop]
+        await first_of(awaited, return_when=FIRST_COMPLETED)
+        if self._stop.done():
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
             return False
@@ -134,25 +137,25 @@ class _Running:
         return True
 
     def _progress(self, progress: PhaseProgress) -> None:
-        if progress.name not in UNCHECKED:
-            self._checked.set()
+        if progress.name not in UNCHECKED and not self._checked.done():
+            self._checked.set_result(None)
         if self._service is not None:
             self._service.phase = progress
-        if not self._stop.is_set():
+        if not self._stop.done():
             self._watcher.phase(progress)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._stop.is_set():
+        if self._stop.done():
             if number is signal.SIGINT and self._server is not None:
                 self._server.stop(at_once=True)
             return
-        self._stop.set()
+        self._stop.set_result(None)
         self._stopping_since = time.monotonic()
         answering = self._answering()
         limit = self._settings.drain_seconds
         self._watcher.stopping(number.name, requests=answering, limit=limit)
         if limit is not None:
-            asyncio.get_running_loop().call_later(limit, self._cut)
+            self._loop.call_later(limit, self._cut)
         if self._server is not None:
             self._server.stop()
 
