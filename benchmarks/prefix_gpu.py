@@ -1,20 +1,29 @@
-"""What the prefix cache saves and costs on a GPU: time to first token, copies of state, throughput with nothing shared.
+"""What the prefix cache saves and costs on a GPU: time to first token, snapshots of state, what unshared prompts pay.
 
     PYTHONPATH=. python benchmarks/prefix_gpu.py --json benchmarks/results/prefix-h200-DATE.json
+    PYTHONPATH=. python benchmarks/prefix_gpu.py --case alone --case copies
+    PYTHONPATH=. python benchmarks/prefix_gpu.py --device cpu --config sidestream/assets/glm5-next-tiny/config.json \
+        --prompt 1024 --shared 960 --budget 256 --crowd 4 --crowd-prompt 200
 
-Slice A by default (``benchmarks/configs``), with dummy weights. All times are of ``EngineCore``, text left out.
+Slice A by default (``benchmarks/configs``), with dummy weights. All times are of ``EngineCore``, text left out. Cases
+run in order of importance, and the file is written anew after each request or turn, so that a run may be cut off at any
+time; a turn that would probably end behind ``--seconds`` is not begun. What is not measured is not compiled: the start
+leaves out the steps that compile every kernel ahead, and the first turn of each case, which is listed apart, compiles.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import random
 import shutil
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,163 +34,306 @@ from sidestream.config.engine import EngineConfig
 from sidestream.core.batch import SlotCopy
 from sidestream.core.request import Request
 from sidestream.core.sampling_params import SamplingParams
+from sidestream.engine import build
 from sidestream.engine.build import BuiltEngine, build_engine
 from sidestream.engine.core import EngineCore
+from sidestream.ops.slot_copy import copy_slots
 
 SLICE_A = Path(__file__).parent / "configs" / "glm5-next-slice-a.json"
+SHORTER_BAR = 10.0
+NOTHING_SHARED_BAR = 1.01
+INTERVAL_TOKENS = 2048
+
+
+class Run:
+    """The results so far and the time that is left.
+
+    Args:
+        seconds: from the start of the process.
+    """
+
+    def __init__(self, path: Path | None, seconds: float) -> None:
+        self.results: dict[str, Any] = {}
+        self._path = path
+        self._end = seconds
+        self._begin = time.perf_counter() - time.process_time()  # imports, which are the process's own time, included
+
+    @property
+    def elapsed(self) -> float:
+        return time.perf_counter() - self._begin
+
+    def write(self) -> None:
+        """As it stands, in one piece: a reader never sees half a file."""
+        self.results["elapsed_s"] = round(self.elapsed, 1)
+        if self._path is not None:
+            part = self._path.with_suffix(".part")
+            part.write_text(json.dumps(self.results, indent=1) + "\n")
+            os.replace(part, self._path)
+
+    def turns(self, case: dict[str, Any], count: int) -> Iterator[int]:
+        """0, which compiles, up to ``count``; fewer if the time is up, which ``case`` then says."""
+        longest = 0.0
+        for turn in range(count + 1):
+            if turn > 1 and self.elapsed + longest > self._end:
+                case["cut off behind turn"] = turn - 1
+                return
+            begin = self.elapsed
+            yield turn
+            longest = self.elapsed - begin if turn else 0.0
+            case.setdefault("seconds a turn", []).append(round(self.elapsed - begin, 2))
+            self.write()
+
+    def has_time(self) -> bool:
+        return self.elapsed < self._end
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=SLICE_A)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--prompt", type=int, default=32768)
-    parser.add_argument("--shared", type=int, default=31744)
-    parser.add_argument("--budget", type=int, default=8192, help="tokens a step")
-    parser.add_argument("--mode", default="none", help="cudagraph_mode; prefills run without graphs in any")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--crowd", type=int, default=16, help="prompts of the workload with nothing shared")
-    parser.add_argument("--crowd-prompt", type=int, default=2000)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--config", type=Path, default=SLICE_A, help="of the model, as JSON (default: slice A)")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu (default: cuda)")
+    parser.add_argument("--case", action="append", choices=list(CASES), help="may be given more than once; all without")
+    parser.add_argument("--prompt", type=int, default=32768, help="tokens (default: 32768)")
+    parser.add_argument("--shared", type=int, default=31744, help="of them, from the front (default: 31744)")
+    parser.add_argument("--budget", type=int, default=8192, help="tokens a step (default: 8192)")
+    parser.add_argument("--mode", default="none", help="cudagraph_mode; long prefills run without graphs in any")
+    parser.add_argument("--repeats", type=int, default=5, help="turns behind the first one (default: 5)")
+    parser.add_argument("--crowd", type=int, default=16, help="prompts at a time with nothing shared (default: 16)")
+    parser.add_argument("--crowd-prompt", type=int, default=2000, help="tokens of each (default: 2000)")
+    parser.add_argument("--seconds", type=float, default=100.0, help="no turn is begun that would end later")
+    parser.add_argument("--full-start", action="store_true", help="compile everything ahead, as a server does")
+    parser.add_argument("--json", type=Path, help="where results go")
     args = parser.parse_args()
-    begin = time.perf_counter()
-    built = open_engine(args)
-    results: dict[str, Any] = {
+    check(parser, args)
+    run = Run(args.json, args.seconds)
+    run.results |= {
+        "command": " ".join(sys.argv),
         "config": args.config.name,
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or args.device,
         "torch": torch.__version__,
         "prompt": args.prompt,
         "shared": args.shared,
         "tokens_a_step": args.budget,
+        "mode": args.mode,
+    }
+    run.write()
+    begin = run.elapsed
+    built = open_engine(args)
+    run.results |= {
+        "imports_s": round(begin, 1),
+        "built_s": round(run.elapsed - begin, 1),
         "snapshots": built.num_snapshots,
         "snapshot_bytes": built.pools.groups.bytes_per_slot,
     }
-    print(f"built in {time.perf_counter() - begin:.1f} s: {results}", flush=True)
-    parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "first_token_s": lambda: first_tokens(built, args),
-        "copies": lambda: copies(built),
-        "first_token_s_every_2048": lambda: first_tokens(with_interval(built, 2048), args),
-        "nothing_shared_s": lambda: nothing_shared(built, args),
-    }
-    for name, measure in parts.items():  # each is shown and kept at once
-        results[name] = measure()
-        print(f"{time.perf_counter() - begin:.1f} s {name}: {json.dumps(results[name])}", flush=True)
-        if args.json:
-            args.json.write_text(json.dumps(results, indent=1) + "\n")
+    run.write()
+    print(json.dumps(run.results), flush=True)
+    for name in args.case or CASES:
+        if not run.has_time():
+            run.results[name] = "not begun: the time was up"
+            continue
+        case: dict[str, Any] = {}
+        run.results[name] = case
+        CASES[name](run, built, args, case)
+        run.write()
+        print(f"{run.elapsed:.1f} s {name}: {json.dumps(case)}", flush=True)
+    run.write()
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Complain before anything is loaded."""
+    if not args.config.is_file():
+        parser.error(f"--config {args.config} is no file")
+    if not 0 < args.shared < args.prompt:
+        parser.error(f"--shared is {args.shared}; it must be above 0 and below --prompt {args.prompt}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda, and torch sees no GPU; --device cpu runs the same cases, slowly")
+    if min(args.repeats, args.crowd, args.crowd_prompt, args.budget) < 1:
+        parser.error("--repeats, --crowd, --crowd-prompt and --budget must be at least 1")
+    if args.json is not None and not args.json.parent.is_dir():
+        parser.error(f"--json {args.json}: there is no folder {args.json.parent}")
 
 
 def open_engine(args: argparse.Namespace) -> BuiltEngine:
-    longest = args.prompt + 64
+    longest = max(args.prompt, args.crowd_prompt) + 64
     config = EngineConfig(
         device=args.device,
         load_format="dummy",
         cudagraph_mode=args.mode,
         max_num_seqs=args.crowd,
-        max_num_batched_tokens=args.budget,
+        max_num_batched_tokens=max(args.budget, args.crowd),
         max_model_len=longest,
-        num_blocks=(4 * longest + args.crowd * (args.crowd_prompt + 128)) // 64,
+        num_blocks=-(-(4 * longest + args.crowd * (args.crowd_prompt + 128)) // 64),
         memory_limit="8GiB" if args.device == "cpu" else "60GiB",
         num_prefix_snapshots=48,
     )
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(args.config, Path(folder) / "config.json")
-        return build_engine(folder, config)
+    before = build.compile_steps
+    if not args.full_start:
+        build.compile_steps = lambda config, *, longest: iter(())
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copy(args.config, Path(folder) / "config.json")
+            return build_engine(folder, config)
+    finally:
+        build.compile_steps = before
 
 
-def with_interval(built: BuiltEngine, tokens: int) -> BuiltEngine:
-    """The same engine with a snapshot every so many tokens."""
-    return replace(built, config=replace(built.config, snapshot_interval=max(tokens // built.config.block_size, 1)))
-
-
-def first_tokens(built: BuiltEngine, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds to the first token: of a prompt that shares nothing, of the first that shares, of those after it."""
-    rng = random.Random(7)
-    core = EngineCore(built)
-    times: dict[str, list[float]] = {"nothing shared": [], "first to share": [], "later": []}
-    cached: dict[str, int] = {}
-    for turn in range(args.repeats + 1):
-        stem = draw(rng, args.shared)
-        for kind in ("nothing shared", "first to share", "later", "later"):
-            prompt = stem + draw(rng, args.prompt - args.shared)
-            took, tokens = serve(core, f"{turn} {kind} {len(times[kind])}", prompt)
-            cached[kind] = tokens
-            if turn:  # the first turn compiles
-                times[kind].append(took)
-    median = {kind: statistics.median(values) for kind, values in times.items()}
+def first_token(run: Run, built: BuiltEngine, args: argparse.Namespace, case: dict[str, Any]) -> None:
+    """Seconds to the first token: of a prompt that shares nothing, of the first that shares, of one after it."""
+    rng, core, vocab = random.Random(7), EngineCore(built), built.config.model.vocab_size
+    kinds = ("nothing shared", "first to share", "later")
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    case |= {"compiling turn": {}, "all": times, "cached_tokens": {}, "median": {}, "shorter": {}}
     stats = core.scheduler.prefix_stats
-    return {
-        "median": median,
-        "cached_tokens": cached,
-        "shorter": {kind: median["nothing shared"] / value for kind, value in median.items()},
-        "all": times,
-        "snapshots_taken": stats.snapshots_taken,
-        "snapshots_restored": stats.snapshots_restored,
-    }
+    for turn in run.turns(case, args.repeats):
+        stem = draw(rng, args.shared, vocab)
+        taken = stats.snapshots_taken
+        for kind in kinds:
+            prompt = stem + draw(rng, args.prompt - args.shared, vocab)
+            took, case["cached_tokens"][kind] = serve(core, f"{turn} {kind}", prompt)
+            if not turn:
+                case["compiling turn"][kind] = took
+                run.write()
+                continue
+            times[kind].append(took)
+            case["median"][kind] = median = statistics.median(times[kind])
+            case["shorter"][kind] = statistics.median(times["nothing shared"]) / median
+            case |= {"bar, later": SHORTER_BAR, "met": case["shorter"].get("later", 0.0) >= SHORTER_BAR}
+            run.write()
+        case["snapshots"] = {
+            "taken in a turn": stats.snapshots_taken - taken,
+            "bytes copied in a turn": (stats.snapshots_taken - taken) * built.pools.groups.bytes_per_slot,
+            "restored in all": stats.snapshots_restored,
+        }
 
 
-def nothing_shared(built: BuiltEngine, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds for a crowd of prompts that share nothing, 16 tokens each, with the cache and without; in turns."""
-    rng = random.Random(8)
+def every_interval(run: Run, built: BuiltEngine, args: argparse.Namespace, case: dict[str, Any]) -> None:
+    """``first_token`` with a snapshot every 2,048 tokens: the first to share takes over as much as the later ones."""
+    interval = max(INTERVAL_TOKENS // built.config.block_size, 1)
+    first_token(run, replace(built, config=replace(built.config, snapshot_interval=interval)), args, case)
+
+
+def alone(run: Run, built: BuiltEngine, args: argparse.Namespace, case: dict[str, Any]) -> None:
+    """Seconds to the first token of a prompt alone that shares nothing, with the cache and without, in turns."""
+    cores = in_turns(built)
+    rng, vocab = random.Random(9), built.config.model.vocab_size
+    compare(run, case, 2 * args.repeats, {
+        name: lambda turn, core=core: serve(core, str(turn), draw(rng, args.crowd_prompt, vocab))[0]
+        for name, core in cores.items()
+    })  # fmt: skip
+
+
+def nothing_shared(run: Run, built: BuiltEngine, args: argparse.Namespace, case: dict[str, Any]) -> None:
+    """Seconds for a crowd of prompts that share nothing, 16 tokens each, with the cache and without, in turns."""
+    rng, vocab = random.Random(8), built.config.model.vocab_size
+
+    def crowd(core: EngineCore) -> float:
+        begin = time.perf_counter()
+        for i in range(2 * args.crowd):
+            core.add(make_request(str(i), draw(rng, args.crowd_prompt, vocab), max_tokens=16))
+        while core.has_work():
+            core.step()
+        built.runner.settle()
+        return time.perf_counter() - begin
+
+    cores = in_turns(built)
+    compare(run, case, args.repeats, {name: lambda turn, core=core: crowd(core) for name, core in cores.items()})
+
+
+def in_turns(built: BuiltEngine) -> dict[str, EngineCore]:
+    """One core with the cache and one without, on the same pools: only one of them has work at a time, and what they
+    leave in each other's blocks does not matter where nothing is shared."""
     off = replace(built, config=replace(built.config, prefix_caching=False))
-    times: dict[str, list[float]] = {"on": [], "off": []}
-    for turn in range(args.repeats + 1):
-        for name, engine in (("on", built), ("off", off)):
-            core = EngineCore(engine)
-            begin = time.perf_counter()
-            for i in range(2 * args.crowd):
-                core.add(make_request(str(i), draw(rng, args.crowd_prompt), max_tokens=16))
-            while core.has_work():
-                core.step()
-            built.runner.settle()
+    return {"on": EngineCore(built), "off": EngineCore(off)}
+
+
+def compare(run: Run, case: dict[str, Any], repeats: int, measured: dict[str, Callable[[int], float]]) -> None:
+    """Both in each turn, the one that begins changing; medians, and the ratio of each turn's pair."""
+    times: dict[str, list[float]] = {name: [] for name in measured}
+    case["all"] = times
+    for turn in run.turns(case, repeats):
+        for name in list(measured)[:: 1 if turn % 2 else -1]:
+            took = measured[name](turn)
             if turn:
-                times[name].append(time.perf_counter() - begin)
-    median = {name: statistics.median(values) for name, values in times.items()}
-    return {"median": median, "on over off": median["on"] / median["off"], "all": times}
+                times[name].append(took)
+            else:
+                case[f"compiling turn, {name}"] = took
+        if turn:
+            case["median"] = {name: statistics.median(values) for name, values in times.items()}
+            ratios = [on / off for on, off in zip(times["on"], times["off"], strict=True)]
+            case["on over off"] = statistics.median(ratios)
+            case |= {"bar": NOTHING_SHARED_BAR, "met": case["on over off"] <= NOTHING_SHARED_BAR}
 
 
-def copies(built: BuiltEngine) -> dict[str, float]:
-    """Copies of state, one slot and eight slots a call: microseconds on the device, and bytes read and written."""
-    if built.config.device != "cuda" or built.num_snapshots < 16:
-        return {}
-    found: dict[str, float] = {}
-    first = built.num_slots
-    with built.runner.on_device():
-        for count in (1, 8):
-            pairs = [SlotCopy(first + i, first + count + i) for i in range(count)]
+def copies(run: Run, built: BuiltEngine, args: argparse.Namespace, case: dict[str, Any]) -> None:
+    """Copies of state: a whole slot, eight of them, and one layer's within a chunk; on the device, and to launch."""
+    pools, first = built.pools, built.num_slots
+    if built.num_snapshots < 16 or not pools.recurrent:
+        case["not measured"] = f"{built.num_snapshots} snapshots, {len(pools.recurrent)} layers with state"
+        return
+    layer = min(pools.recurrent)
+    slots = built.num_slots + built.num_snapshots
+    conv, recurrent = pools.conv[layer].view(slots, -1, pools.conv[layer].shape[-1]), pools.recurrent[layer]
+    bytes_of_layer = conv[0].nbytes + recurrent[0].nbytes
+
+    def within_a_chunk() -> None:
+        for memory in (conv, recurrent):
+            copy_slots(memory, memory, to=[first + 1], taken=[first])
+
+    def whole(count: int) -> Callable[[], None]:
+        pairs = [SlotCopy(first + i, first + count + i) for i in range(count)]
+        return lambda: pools.copy_slots(pairs)
+
+    kinds: dict[str, tuple[Callable[[], None], int]] = {
+        "1 slot": (whole(1), pools.groups.bytes_per_slot),
+        "8 slots": (whole(8), 8 * pools.groups.bytes_per_slot),
+        "1 layer of a slot": (within_a_chunk, bytes_of_layer),
+    }
+    with built.runner.on_device(), torch.inference_mode():
+        for name, (copy, size) in kinds.items():
             for _ in range(3):
-                built.pools.copy_slots(pairs)
+                copy()
             built.runner.settle()
             begin = time.perf_counter()
             for _ in range(20):
-                built.pools.copy_slots(pairs)
+                copy()
             launched = time.perf_counter()
             built.runner.settle()
             seconds = (time.perf_counter() - begin) / 20
-            found[f"{count} slots, us"] = seconds * 1e6
-            found[f"{count} slots, us to launch"] = (launched - begin) / 20 * 1e6
-            found[f"{count} slots, GB/s read and written"] = (
-                2 * count * built.pools.groups.bytes_per_slot / seconds / 1e9
-            )
-    return found
+            case[name] = {
+                "us": seconds * 1e6,
+                "us to launch": (launched - begin) / 20 * 1e6,
+                "bytes": size,
+                "GB/s read and written": 2 * size / seconds / 1e9,
+            }
+            run.write()
+
+
+CASES: dict[str, Callable[[Run, BuiltEngine, argparse.Namespace, dict[str, Any]], None]] = {
+    "first-token": first_token,
+    "copies": copies,
+    "alone": alone,
+    "nothing-shared": nothing_shared,
+    "first-token-every-2048": every_interval,
+}
 
 
 def serve(core: EngineCore, name: str, prompt: Sequence[int]) -> tuple[float, int]:
-    """Seconds to the first token of a request alone, and what it took over."""
-    core.add(make_request(name, prompt, max_tokens=2))
+    """Seconds from its arrival to the first token of a request alone, and what it took over."""
     begin, took, cached = time.perf_counter(), 0.0, 0
+    core.add(make_request(name, prompt, max_tokens=2))
     while core.has_work():
         for output in core.step():
             if output.cache_reason is not None:
                 took, cached = time.perf_counter() - begin, output.cached_tokens
+    assert took > 0.0, f"request {name!r} gave no token"
     return took, cached
 
 
 def make_request(name: str, prompt: Sequence[int], *, max_tokens: int) -> Request:
-    params = SamplingParams(temperature=0.0)
-    return Request(name, tuple(prompt), params, 0, max_tokens, frozenset(), ())
+    return Request(name, tuple(prompt), SamplingParams(temperature=0.0), 0, max_tokens, frozenset(), ())
 
 
-def draw(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(5, 140) for _ in range(count)]
+def draw(rng: random.Random, count: int, vocab: int) -> list[int]:
+    return [rng.randrange(vocab) for _ in range(count)]
 
 
 if __name__ == "__main__":
