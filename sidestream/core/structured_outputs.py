@@ -11,7 +11,13 @@ from sidestream.errors import RequestError
 
 MAX_CHARACTERS = 65536
 """Of a schema, expression or grammar."""
-FORMS = ("json", "regex", "grammar", "choice", "json_object")
+MAX_TAG_CHARACTERS = 16 * MAX_CHARACTERS
+"""Of a structural tag, which may hold the schemas of a hundred tools."""
+JSON_WHITESPACE = 2
+"""Most characters of white space in one place of JSON: a model that likes them would otherwise write nothing else."""
+FORMS = ("json", "regex", "grammar", "choice", "json_object", "structural_tag")
+MAPPINGS = ("json", "structural_tag")
+"""Forms that may be given as a mapping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +30,10 @@ class StructuredOutputs:
         grammar: EBNF in GBNF's notation; ``root`` is the whole text.
         choice: the text is one of these.
         json_object: any JSON object.
+        structural_tag: xgrammar's description of text with parts of given forms, as JSON text or as a mapping.
+        control_characters: False keeps those but newlines out of the text, as JSON forms always do: xgrammar lets
+            JSON strings of limited length hold them.
+        source: what the user calls that which asks for the form; complaints begin with it.
     Raises:
         RequestError: no form or several, or one that is too long or of a wrong type.
     """
@@ -33,22 +43,29 @@ class StructuredOutputs:
     grammar: str | None = None
     choice: Sequence[str] | None = None
     json_object: bool = False
+    structural_tag: str | Mapping[str, Any] | None = None
+    control_characters: bool = True
+    source: str = "structured_outputs"
 
     def __post_init__(self) -> None:
-        if isinstance(self.json, Mapping):
-            try:
-                object.__setattr__(self, "json", json_text.dumps(dict(self.json), sort_keys=True))
-            except (TypeError, ValueError, RecursionError) as error:
-                raise RequestError(f"structured_outputs json is not a JSON schema: {error}") from None
+        for name in MAPPINGS:
+            if isinstance(value := getattr(self, name), Mapping):
+                try:
+                    object.__setattr__(self, name, json_text.dumps(dict(value)))
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise RequestError(f"{self.source} {name} is not a JSON schema: {error}") from None
+        if self.json is not None or self.json_object:
+            object.__setattr__(self, "control_characters", False)
         given = [name for name in FORMS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            raise RequestError(f"structured_outputs needs exactly one of {', '.join(FORMS)}, got {given or 'none'}")
+            raise RequestError(f"{self.source} needs exactly one of {', '.join(FORMS)}, got {given or 'none'}")
         if self.choice is not None:
             if isinstance(self.choice, str) or not self.choice or not all(isinstance(c, str) for c in self.choice):
-                raise RequestError(f"structured_outputs choice must be a non-empty list of texts, got {self.choice!r}")
+                raise RequestError(f"{self.source} choice must be a non-empty list of texts, got {self.choice!r}")
             object.__setattr__(self, "choice", tuple(self.choice))
         elif not isinstance(getattr(self, given[0]), bool if given[0] == "json_object" else str):
-            raise RequestError(f"structured_outputs {given[0]} is {type(getattr(self, given[0])).__name__}")
+            raise RequestError(f"{self.source} {given[0]} is {type(getattr(self, given[0])).__name__}")
         size = sum(map(len, self.choice)) if self.choice is not None else len(str(getattr(self, given[0])))
-        if size > MAX_CHARACTERS:
-            raise RequestError(f"structured_outputs {given[0]} has {size} characters, the limit is {MAX_CHARACTERS}")
+        limit = MAX_TAG_CHARACTERS if self.structural_tag is not None else MAX_CHARACTERS
+        if size > limit:
+            raise RequestError(f"{self.source} {given[0]} has {size} characters, the limit is {limit}")

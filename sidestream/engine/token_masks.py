@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
 from sidestream.core.request import Request
-from sidestream.core.structured_outputs import StructuredOutputs
+from sidestream.core.structured_outputs import JSON_WHITESPACE, StructuredOutputs
+from sidestream.engine.grammar_errors import reason
 from sidestream.errors import RequestError
 
 COMPILER_THREADS = 1
 """Steps need the other cores."""
-WHITESPACE = 2
-"""Most characters of white space in one place of JSON: a model that likes them would otherwise write nothing else."""
 CACHE_BYTES = 256 * 2**20
 """Of compiled grammars."""
+CONTROL = re.compile(rb"[\x00-\x09\x0b-\x1f]")
 
 
 class TokenMasks(Protocol):
@@ -52,8 +53,9 @@ class NoMasks:
         return self.add(request)
 
     def add(self, request: Request) -> None:
-        if request.params.structured_outputs is not None:
-            raise RequestError("structured_outputs needs a tokenizer, and this checkpoint has none")
+        form = request.params.structured_outputs
+        if form is not None:
+            raise RequestError(f"{form.source} needs a tokenizer, and this checkpoint has none")
 
     def bitmask(self, request_ids: Sequence[str]) -> torch.Tensor | None:
         return None
@@ -82,34 +84,41 @@ class GrammarMasks:
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
         self._compiler: Any = None
+        self._info: Any = None
+        self._printable: torch.Tensor | None = None
+        """[ceil(V / 32)]: tokens without control characters other than newlines."""
         self._matchers: dict[str, Any] = {}
+        self._forms: dict[str, StructuredOutputs] = {}
 
     def prepare(self, request: Request) -> None:
         form = request.params.structured_outputs
         if form is not None:
-            self._check(request)
+            self._check(request, form)
             self._compile(form)
 
     def add(self, request: Request) -> None:
         form = request.params.structured_outputs
         if form is None:
             return
-        self._check(request)
+        self._check(request, form)
         compiled = self._compile(form)
         import xgrammar
 
         self._matchers[request.request_id] = xgrammar.GrammarMatcher(compiled, override_stop_tokens=self._eos)
+        self._forms[request.request_id] = form
 
     def bitmask(self, request_ids: Sequence[str]) -> torch.Tensor | None:
-        constrained = [(row, self._matchers[name]) for row, name in enumerate(request_ids) if name in self._matchers]
+        constrained = [(row, name) for row, name in enumerate(request_ids) if name in self._matchers]
         if not constrained:
             return None
         mask = torch.full((len(request_ids), -(-self._vocab_size // 32)), -1, dtype=torch.int32)
-        for row, matcher in constrained:
-            if matcher.is_terminated():
+        for row, name in constrained:
+            if self._matchers[name].is_terminated():
                 mask[row] = 0
             else:
-                matcher.fill_next_token_bitmask(mask, row)
+                self._matchers[name].fill_next_token_bitmask(mask, row)
+            if self._printable is not None and not self._forms[name].control_characters:
+                mask[row] &= self._printable
             if not mask[row].any():
                 for token in self._eos:
                     mask[row, token // 32] |= _bit(token % 32)
@@ -122,19 +131,16 @@ class GrammarMasks:
 
     def drop(self, request_id: str) -> None:
         self._matchers.pop(request_id, None)
+        self._forms.pop(request_id, None)
 
-    def _check(self, request: Request) -> None:
-        params = request.params
+    def _check(self, request: Request, form: StructuredOutputs) -> None:
         if importlib.util.find_spec("xgrammar") is None:
-            raise RequestError("structured_outputs needs xgrammar, which is not installed: 'sidestream[server]'")
+            raise RequestError(f"{form.source} needs xgrammar, which is not installed: 'sidestream[server]'")
         if not self._eos:
-            raise RequestError("structured_outputs needs an end-of-sequence token, and this checkpoint names none")
+            raise RequestError(f"{form.source} needs an end-of-sequence token, and this checkpoint names none")
         for name, off in (("ignore_eos", False), ("min_tokens", 0)):
-            if getattr(params, name) != off:
-                value = getattr(params, name)
-                raise RequestError(
-                    f"{name} is {value!r}, which structured_outputs cannot have: its form says when to end"
-                )
+            if (value := getattr(request.params, name)) != off:
+                raise RequestError(f"{name} is {value!r}, which {form.source} cannot have: its form says when to end")
 
     def _compile(self, form: StructuredOutputs) -> Any:
         import xgrammar
@@ -143,23 +149,36 @@ class GrammarMasks:
             info = xgrammar.TokenizerInfo.from_huggingface(
                 self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=self._eos
             )
+            self._info = info
             self._compiler = xgrammar.GrammarCompiler(info, max_threads=COMPILER_THREADS, cache_limit_bytes=CACHE_BYTES)
+        if not form.control_characters and self._printable is None:
+            printable = [not CONTROL.search(token) for token in self._info.decoded_vocab]
+            self._printable = _words(printable, self._vocab_size)
         try:
             if form.json is not None:
-                return self._compiler.compile_json_schema(form.json, max_whitespace_cnt=WHITESPACE)
+                return self._compiler.compile_json_schema(form.json, max_whitespace_cnt=JSON_WHITESPACE)
             if form.json_object:
-                return self._compiler.compile_json_schema('{"type": "object"}', max_whitespace_cnt=WHITESPACE)
+                return self._compiler.compile_json_schema('{"type": "object"}', max_whitespace_cnt=JSON_WHITESPACE)
             if form.regex is not None:
                 return self._compiler.compile_regex(form.regex)
+            if form.structural_tag is not None:
+                return self._compiler.compile_structural_tag(form.structural_tag)
             return self._compiler.compile_grammar(form.grammar if form.choice is None else _alternatives(form.choice))
         except (RuntimeError, ValueError, TypeError) as error:
-            said = str(error).strip().splitlines()
-            raise RequestError(f"structured_outputs cannot be compiled: {said[-1] if said else error!r}") from None
+            why = reason(error, keep_place=form.grammar is not None)
+            raise RequestError(f"{form.source} cannot be compiled: {why}") from None
 
 
 def _alternatives(texts: Sequence[str]) -> str:
     """A grammar of a few literal texts."""
     return "root ::= " + " | ".join(json.dumps(text, ensure_ascii=True) for text in texts)
+
+
+def _words(allowed: Sequence[bool], size: int) -> torch.Tensor:
+    """[ceil(size / 32)] int32: bit b of word w is set if token 32 w + b is allowed; tokens beyond ``allowed`` are."""
+    bits = torch.ones(-(-size // 32) * 32, dtype=torch.int64)
+    bits[: len(allowed)] = torch.tensor(allowed)
+    return (bits.view(-1, 32) << torch.arange(32)).sum(1).to(torch.int32)
 
 
 def _bit(place: int) -> int:

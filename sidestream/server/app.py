@@ -207,5 +207,12 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
 
 def _token_ids(tokenizer: Any, body: TokenizeRequest) -> list[int]:
     if body.messages is not None:
-        return tokenize_chat(tokenizer, body.messages, tools=body.tools, kwargs=body.chat_template_kwargs)[1]
+        return tokenize_chat(
+            tokenizer,
+            body.messages,
+            tools=body.tools,
+            kwargs=body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+        )[1]
     return encode_text(tokenizer, body.prompt or "", add_special_tokens=body.add_special_tokens)

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from sidestream.core.outputs import CompletionOutput, RequestOutput
 from sidestream.core.request import FinishReason
+from sidestream.core.sampling_params import SamplingParams
 from sidestream.engine.async_engine import Delta
 from sidestream.engine.input_processor import ProcessedPrompt
 from sidestream.errors import RequestError
@@ -24,13 +25,14 @@ from sidestream.server.answer_pieces import (
     Piece,
     Reasoning,
 )
-from sidestream.server.chat_prompt import tokenize_chat
+from sidestream.server.chat_prompt import content_text, tokenize_chat
 from sidestream.server.errors import JSONAnswer
 from sidestream.server.event_stream import event_stream, unless_gone
 from sidestream.server.logprobs import chat_logprobs
-from sidestream.server.parsers import parser_for
+from sidestream.server.parsers import opens_thinking, parser_for
 from sidestream.server.protocol import ChatRequest
 from sidestream.server.service import Service, sampling_params, usage
+from sidestream.server.tool_choice import ToolChoice, constrain
 
 
 async def create_chat_completion(service: Service, body: ChatRequest, request: Request) -> Response:
@@ -41,16 +43,34 @@ async def create_chat_completion(service: Service, body: ChatRequest, request: R
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs is given, which needs logprobs to be true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = sampling_params(body, max_tokens=_max_tokens(body), logprobs=logprobs)
-    tools = None if body.tool_choice == "none" else body.tools
-    text, token_ids = await engine.tokenizing(
-        lambda: tokenize_chat(engine.tokenizer, body.messages, tools=tools, kwargs=body.chat_template_kwargs)
+    choice = ToolChoice(body, service.answer_parser)
+    asked = sampling_params(body, max_tokens=_max_tokens(body), logprobs=logprobs)
+    params, token_ids, thinking = await engine.tokenizing(
+        lambda: _prepare(engine.tokenizer, body, choice, asked, parser=service.answer_parser)
     )
     (prompt,) = await engine.process([({"prompt_token_ids": token_ids, "cache_salt": body.cache_salt}, params)])
-    answer = _Answer(service, body, prompt, parser_for(service.answer_parser, text, tools))
+    answer = _Answer(service, body, prompt, parser_for(service.answer_parser, thinking, choice.tools), choice)
     if body.stream:
         return await event_stream(request.receive, answer.events(), on_gone=service.metrics.disconnected)
     return JSONAnswer(await unless_gone(request.receive, answer.whole()))
+
+
+def _prepare(
+    tokenizer: Any, body: ChatRequest, choice: ToolChoice, asked: SamplingParams, *, parser: str
+) -> tuple[SamplingParams, list[int], bool]:
+    """Sampling, prompt, and whether the prompt ends within reasoning."""
+    text, token_ids = tokenize_chat(
+        tokenizer,
+        body.messages,
+        tools=choice.tools,
+        kwargs=body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+    )
+    continued = content_text(body.messages[-1]) if body.continue_final_message else ""
+    thinking = opens_thinking(text, continued=continued)
+    params = constrain(asked, choice, parser=parser, prompt=text, thinking=thinking, tokenizer=tokenizer)
+    return params, token_ids, thinking
 
 
 def _max_tokens(body: ChatRequest) -> int | None:
@@ -71,10 +91,16 @@ class _Answer:
     """
 
     def __init__(
-        self, service: Service, body: ChatRequest, prompt: ProcessedPrompt, parser: Callable[[], AnswerParser]
+        self,
+        service: Service,
+        body: ChatRequest,
+        prompt: ProcessedPrompt,
+        parser: Callable[[], AnswerParser],
+        choice: ToolChoice,
     ) -> None:
         self._service = service
         self._body = body
+        self._tools = choice
         self._prompt = prompt
         self._parsers = [parser() for _ in prompt.requests]
         self._called = [False] * len(prompt.requests)
@@ -124,7 +150,7 @@ class _Answer:
             "index": completion.index,
             "message": message,
             "logprobs": self._logprobs(completion.token_ids, completion.logprobs),
-            "finish_reason": _reason(completion.finish_reason, called=bool(message.get("tool_calls"))),
+            "finish_reason": self._reason(completion.finish_reason, called=bool(message.get("tool_calls"))),
             "stop_reason": completion.stop_reason,
         }
 
@@ -146,8 +172,16 @@ class _Answer:
             yield _chunk(index, _delta(piece)) | {"logprobs": logprobs}
             logprobs = None
         if last:
-            reason = _reason(delta.finish_reason, called=self._called[index])
+            reason = self._reason(delta.finish_reason, called=self._called[index])
             yield _chunk(index, {}) | {"finish_reason": reason, "stop_reason": delta.stop_reason}
+
+    def _reason(self, reason: FinishReason | None, *, called: bool) -> str | None:
+        """``tool_calls`` for calls that the model chose to make, ``stop`` for one that was named: OpenAI's own
+        answers, which vLLM follows (its pull request 25054). A cut answer is ``length``, whatever it holds.
+        """
+        if reason is FinishReason.STOP and called and self._tools.named is None:
+            return "tool_calls"
+        return None if reason is None else str(reason)
 
     def _logprobs(self, token_ids: Sequence[int], rows: Sequence[Any] | None) -> dict[str, Any] | None:
         if rows is None:
@@ -190,12 +224,6 @@ def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = calls
     return message
-
-
-def _reason(reason: FinishReason | None, *, called: bool) -> str | None:
-    if reason is FinishReason.STOP and called:
-        return "tool_calls"
-    return None if reason is None else str(reason)
 
 
 def _call_id() -> str:

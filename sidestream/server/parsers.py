@@ -6,10 +6,8 @@ into ``<tool_call>``; DeepSeek-V3.1 puts JSON between its own tokens; DeepSeek-V
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
 
 from sidestream.server.answer_pieces import (
     AnswerParser,
@@ -20,6 +18,7 @@ from sidestream.server.answer_pieces import (
     PlainParser,
     Reasoning,
 )
+from sidestream.server.argument_types import ALL_TYPES, TEXT, JsonText, json_types, properties_of, value_text
 from sidestream.server.protocol import Tool
 from sidestream.server.tag_reader import TagReader
 
@@ -27,31 +26,28 @@ BAR = "\N{FULLWIDTH VERTICAL LINE}"
 """Part of DeepSeek's tags."""
 THINK, END_THINK = "<think>", "</think>"
 Steps = Generator[None, None, None]
-Types = Mapping[str, Mapping[str, Any]]
-"""Function name -> parameter name -> its JSON schema."""
 
 
 class TaggedParser:
     """What the formats share: a part in ``think`` tags first, perhaps, then text with calls in it.
 
     Args:
-        prompt: the end of the prompt says whether the model is thinking already.
+        thinking: the prompt has opened that part.
         tools: of the request; without any, what looks like a call is text.
     """
 
     opening: str
     """Begins calls."""
 
-    def __init__(self, prompt: str, tools: Sequence[Tool] | None) -> None:
+    def __init__(self, thinking: bool, tools: Sequence[Tool] | None) -> None:
         self.reader = TagReader()
-        self.types: Types = {
-            tool.function.name: (tool.function.parameters or {}).get("properties") or {} for tool in tools or ()
-        }
-        self._thinking = prompt.rstrip().endswith(THINK)
+        self._parameters = {tool.function.name: tool.function.parameters or {} for tool in tools or ()}
+        self._thinking = thinking
         self._tools = bool(tools)
         self._pieces: list[Piece] = []
         self._space = ""
         self._calls = 0
+        self._members = 0
         self._steps = self._read()
         self._done = False
 
@@ -70,11 +66,36 @@ class TaggedParser:
     def start_call(self, name: str) -> None:
         self._pieces.append(CallStart(self._calls, name))
         self._calls += 1
+        self._members = 0
 
     def arguments(self, text: str) -> None:
         """More of the last call's arguments."""
         if text:
             self._pieces.append(CallArguments(self._calls - 1, text))
+
+    def types(self, function: str, key: str) -> frozenset[str]:
+        """Types that an argument may have, by the function's schema."""
+        parameters = self._parameters.get(function, {})
+        return json_types(properties_of(parameters).get(key), parameters)
+
+    def member(self, key: str, types: frozenset[str], end: str) -> Generator[None, None, bool]:
+        """Read one argument up to ``end``: text as it comes, other values when they are complete; whether they were."""
+        self._members += 1
+        name = f"{'{' if self._members == 1 else ', '}{json.dumps(key, ensure_ascii=False)}: "
+        if types == TEXT:
+            self.arguments(name + '"')
+            _, ended = yield from self.reader.until(
+                end, show=lambda text: self.arguments(_within_quotes(text)), whole=True
+            )
+            self.arguments('"' if ended is not None else "")
+        else:
+            value, ended = yield from self.reader.until(end)
+            self.arguments(name + value_text(value, types) if ended is not None else "")
+        return ended is not None
+
+    def end_call(self) -> None:
+        """The last call's arguments are complete."""
+        self.arguments("}" if self._members else "{}")
 
     def content(self, text: str) -> None:
         """Text for the user; white space waits for what follows it, since before a call it is no content."""
@@ -112,7 +133,7 @@ class TaggedParser:
 
 
 class GlmParser(TaggedParser):
-    """``<tool_call>name<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>``, with newlines between."""
+    """``<tool_call>name<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>``, with newlines between or not."""
 
     opening = "<tool_call>"
     closing = "</tool_call>"
@@ -126,84 +147,85 @@ class GlmParser(TaggedParser):
             self.content(self.opening + tag)
             return
         self.start_call(name)
-        before = "{"
         while tag == "<arg_key>":
-            key, _ = yield from self.reader.until("</arg_key>")
-            yield from self.reader.until("<arg_value>", self.closing)
-            value, ended = yield from self.reader.until("</arg_value>")
-            if ended is None:
-                return  # cut off within a value: what can be said was said
-            self.arguments(before + _member(key.strip(), value, self.types.get(name, {})))
-            before = ", "
-            _, tag = yield from self.reader.until("<arg_key>", self.closing)
+            key, tag = yield from self.reader.until("</arg_key>", "<arg_value>", self.closing)
+            if tag == "</arg_key>":
+                _, tag = yield from self.reader.until("<arg_value>", self.closing)
+            if tag == "<arg_value>":
+                key = key.strip()
+                if not (yield from self.member(key, self.types(name, key), "</arg_value>")):
+                    return
+                _, tag = yield from self.reader.until("<arg_key>", self.closing)
         if tag is not None:
-            self.arguments("{}" if before == "{" else "}")
+            self.end_call()
 
 
 class DeepSeekV31Parser(TaggedParser):
     """``<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>...<｜tool▁calls▁end｜>``."""
 
     opening = f"<{BAR}tool▁calls▁begin{BAR}>"
+    closing = f"<{BAR}tool▁calls▁end{BAR}>"
+    call = f"<{BAR}tool▁call▁begin{BAR}>"
+    separator = f"<{BAR}tool▁sep{BAR}>"
+    end_of_call = f"<{BAR}tool▁call▁end{BAR}>"
 
     def calls(self) -> Steps:
-        begin, end = f"<{BAR}tool▁call▁begin{BAR}>", f"<{BAR}tool▁calls▁end{BAR}>"
         while True:
-            _, tag = yield from self.reader.until(begin, end)
-            if tag != begin:
+            _, tag = yield from self.reader.until(self.call, self.closing)
+            if tag != self.call:
                 return
-            name, tag = yield from self.reader.until(f"<{BAR}tool▁sep{BAR}>")
+            name, tag = yield from self.reader.until(self.separator)
             if tag is None:
                 return
             self.start_call(name.strip())
-            yield from self.reader.until(f"<{BAR}tool▁call▁end{BAR}>", show=self.arguments)
+            yield from self._json_arguments(JsonText())
+
+    def _json_arguments(self, json_text: JsonText) -> Steps:
+        yield from self.reader.until(
+            self.end_of_call, show=lambda text: self.arguments(json_text.push(text)), whole=True
+        )
 
 
 class DeepSeekV32Parser(TaggedParser):
     """``invoke`` elements with ``parameter`` elements in them; ``string`` says whether a value is text or JSON."""
 
     opening = f"<{BAR}DSML{BAR}function_calls>"
+    closing = f"</{BAR}DSML{BAR}function_calls>"
+    invoke = f'<{BAR}DSML{BAR}invoke name="'
+    end_of_call = f"</{BAR}DSML{BAR}invoke>"
+    parameter = f'<{BAR}DSML{BAR}parameter name="'
+    end_of_value = f"</{BAR}DSML{BAR}parameter>"
 
     def calls(self) -> Steps:
-        invoke, end = f'<{BAR}DSML{BAR}invoke name="', f"</{BAR}DSML{BAR}function_calls>"
         while True:
-            _, tag = yield from self.reader.until(invoke, end)
-            if tag != invoke:
+            _, tag = yield from self.reader.until(self.invoke, self.closing)
+            if tag != self.invoke:
                 return
             name, tag = yield from self.reader.until('">')
             if tag is None:
                 return
             self.start_call(name)
-            yield from self._parameters()
+            yield from self._parameters_of()
 
-    def _parameters(self) -> Steps:
-        parameter, end = f'<{BAR}DSML{BAR}parameter name="', f"</{BAR}DSML{BAR}invoke>"
-        before = "{"
+    def _parameters_of(self) -> Steps:
         while True:
-            _, tag = yield from self.reader.until(parameter, end)
-            if tag != parameter:
+            _, tag = yield from self.reader.until(self.parameter, self.end_of_call)
+            if tag != self.parameter:
                 if tag is not None:
-                    self.arguments("{}" if before == "{" else "}")
+                    self.end_call()
                 return
-            key, _ = yield from self.reader.until('" string="')
-            kind, _ = yield from self.reader.until('">')
-            value, ended = yield from self.reader.until(f"</{BAR}DSML{BAR}parameter>")
-            if ended is None:
+            attributes, tag = yield from self.reader.until('">')
+            if tag is None:
                 return
-            self.arguments(before + _member(key, value, {key: {"type": "string" if kind == "true" else "any"}}))
-            before = ", "
+            key, _, kind = attributes.partition('" string="')
+            types = ALL_TYPES if kind == "false" else TEXT
+            if not (yield from self.member(key, types, self.end_of_value)):
+                return
 
 
-def _member(key: str, value: str, types: Mapping[str, Any]) -> str:
-    """One member of a JSON object; a value is text if its parameter says so, or if it is no JSON."""
-    schema = types.get(key)
-    if not (isinstance(schema, Mapping) and schema.get("type") == "string"):
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(value, parse_constant=_refuse)
-    return f"{json.dumps(key, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
-
-
-def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is not JSON")
+def _within_quotes(text: str) -> str:
+    """Text as it stands in a JSON string; pieces of it can be joined."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 PARSERS: dict[str, type[TaggedParser]] = {
@@ -215,9 +237,19 @@ NO_PARSER = "none"
 OF_ARCHITECTURE = {"glm5_next": "glm", "glm_moe_dsa": "glm", "deepseek_v32": "deepseek_v32"}
 
 
-def parser_for(name: str, prompt: str, tools: Sequence[Tool] | None) -> Callable[[], AnswerParser]:
+def parser_for(name: str, thinking: bool, tools: Sequence[Tool] | None) -> Callable[[], AnswerParser]:
     """Makes parsers for one request's completions; ``none`` takes nothing apart."""
     made = PARSERS.get(name)
     if made is None:
         return PlainParser
-    return lambda: made(prompt, tools)
+    return lambda: made(thinking, tools)
+
+
+def opens_thinking(prompt: str, *, continued: str = "") -> bool:
+    """Whether a prompt ends within the part in ``think`` tags: behind the tag, or in a message that goes on.
+
+    Args:
+        continued: content of the last message, if it is that which the answer goes on with.
+    """
+    _, tag, rest = continued.rpartition(THINK)
+    return prompt.rstrip().endswith(THINK) or bool(tag and END_THINK not in rest)

@@ -177,9 +177,11 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
     top_logprobs: Integer | None = None
-    tools: Listed[Tool] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = Field(None, description="Accepted and not used.")
+    tools: Listed[Tool] | None = Field(None, min_length=1)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = Field(None, description="False: at most one call.")
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = Field(None, description="The answer goes on with the last message.")
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: dict[str, str] | None = Field(None, description="Accepted and not used.")
     store: bool | None = Field(None, description="Accepted and not used.")
@@ -205,6 +207,8 @@ class TokenizeRequest(Strict):
     tools: Listed[Tool] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

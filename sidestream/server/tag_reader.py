@@ -22,19 +22,20 @@ class TagReader:
         """No more text will come."""
         self._ended = True
 
-    def until(self, *tags: str, show: Callable[[str], None] | None = None) -> Reading:
+    def until(self, *tags: str, show: Callable[[str], None] | None = None, whole: bool = False) -> Reading:
         """Read to the first of some tags, of which none begins another; without tags, to the end.
 
         Args:
             show: gets the text as soon as it cannot be part of a tag; the text returned is empty then.
+            whole: leave out what may begin a tag if all text ends there.
         """
         collected = ""
         while True:
             place, tag = self._first(tags)
-            if tag is None and not self._ended:
-                place = len(self._buffer) - self._held(tags)
-            head = self._buffer[:place] if tag is not None or not self._ended else self._buffer
-            self._buffer = self._buffer[len(head) + len(tag or "") :]
+            if tag is None:
+                place = len(self._buffer) - (self._held(tags) if whole or not self._ended else 0)
+            head = self._buffer[:place]
+            self._buffer = "" if self._ended and tag is None else self._buffer[len(head) + len(tag or "") :]
             if show is not None and head:
                 show(head)
             elif show is None:

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from sidestream.server.answer_pieces import CallArguments, CallStart, Content, Piece, Reasoning
-from sidestream.server.parsers import parser_for
+from sidestream.server.parsers import opens_thinking, parser_for
 from sidestream.server.protocol import Tool
 
 WEATHER = Tool.model_validate(
@@ -67,7 +67,7 @@ def collect(pieces: list[Piece]) -> Parts:
 
 def parse(name: str, text: str, *, prompt: str = "", tools: list[Tool] | None = None, seed: int | None = None) -> Parts:
     """The parts of a text that comes whole, or cut at random places."""
-    parser = parser_for(name, prompt, tools)()
+    parser = parser_for(name, opens_thinking(prompt), tools)()
     pieces: list[Piece] = []
     draws = random.Random(seed)
     while text:
@@ -113,7 +113,7 @@ def test_plain_text_stays_as_it_is(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_text_is_shown_as_soon_as_it_cannot_be_a_tag(name: str) -> None:
-    parser = parser_for(name, "", TOOLS)()
+    parser = parser_for(name, False, TOOLS)()
     assert collect(parser.push("Hello the"))[1] == "Hello the"
     assert collect(parser.push("re <"))[1] == "re"
     assert collect(parser.push("b"))[1] == " <b"
