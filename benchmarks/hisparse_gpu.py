@@ -1,151 +1,401 @@
-"""HiSparse under pressure on a GPU: decode with a quarter of the requests' KV on the device, against all of it there.
+"""HiSparse on a GPU: decode with room for a quarter of the requests' KV rows, beside an engine that holds them all.
 
     PYTHONPATH=. python benchmarks/hisparse_gpu.py --json benchmarks/results/hisparse-h200-DATE.json
+    PYTHONPATH=. python benchmarks/hisparse_gpu.py --case A:90 --case A:resident     # only these
+    PYTHONPATH=. python benchmarks/hisparse_gpu.py --device cpu --config tiny        # all of it, small, in a minute
 
-Slice A by default, dummy weights, prompts not computed. Random weights select at chance, so each step's selection is
-replaced behind the indexer: from one step to the next the stated share of it stays. Everything else is the real path:
-residency, copies, attention, in FULL graphs. Floor of the copies: missed rows over the bus at 53 GB/s.
+For each slice (A, B, C; dummy weights), in this order:
+
+    resident   all rows on the device, without HiSparse
+    capped     room for a quarter of them, without HiSparse: as many requests at a time, none ever preempted, its best
+    90 80 95   the same room with HiSparse; of each selection so many percent were in the one before
+    chance     as those, with what random weights select
+    free       room for all, with HiSparse: what it costs where there is no pressure
+
+Prompts are not computed: pools are filled with random rows, keys and states, blocks find their places as if they had
+been written, and what does not fit leaves for the host pool by the engine's own copies. Behind the indexer the
+selection is replaced (``replayed_selections``), in every case but ``chance``, at the cost of a few small kernels in
+all of them. Everything else is the real path in FULL graphs: residency, copies, attention, sampling, the step
+launched ahead.
+
+``still_ms`` is the same engine with an overlap of 100 %, when nothing is copied. What a case takes longer is exposed;
+the rest of ``copy_ms``, the profiler's time of the copies (from the bytes at 53 GB/s without a GPU), is hidden. The
+file is written anew after each case. A trace of one step of each case with copies is written beside it; draw it with
+``scripts/trace_timeline.py``.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-import shutil
 import statistics
+import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from triton.errors import TritonError
 
+from benchmarks import step_trace
+from benchmarks.replayed_selections import SELECTIONS, ReplayedSelections
+from sidestream.cache.hosted_rows import HostedRows
+from sidestream.cache.pools import CachePools
 from sidestream.config.engine import EngineConfig
-from sidestream.engine.bench.latency import Decoding, fill_caches
-from sidestream.engine.build import BuiltEngine, build_engine
-from sidestream.layers import indexer
+from sidestream.engine import build
+from sidestream.engine.bench.floor import decode_floor
+from sidestream.engine.bench.latency import WARM_STEPS, Decoding, fill_caches
+from sidestream.engine.build import BuiltEngine, build_engine, start_runner
+from sidestream.engine.hosting import hosted_sizes
+from sidestream.engine.scratch_steps import scratch_chunk
+from sidestream.errors import SidestreamError
+from sidestream.graphs import dispatch
 
-SLICE_A = Path(__file__).parent / "configs" / "glm5-next-slice-a.json"
-SELECTIONS = 160
-"""Different ones, in turn."""
+CONFIGS = Path(__file__).parent / "configs"
+SLICES = {
+    "A": ("glm5-next-slice-a.json", "auto"),
+    "B": ("deepseek-v32-slice-b.json", "fp8_ds_mla"),
+    "C": ("glm-moe-dsa-slice-c.json", "auto"),
+}
+"""Config and row format of each."""
+CASES = ("resident", "capped", "90", "80", "95", "chance", "free")
 BUS_BYTES_PER_S = 53e9
+FAILURES = (RuntimeError, AssertionError, OSError, ValueError, TypeError, AttributeError, SidestreamError, TritonError)
+"""What ends one case, and not those behind it."""
+BLOCK = 64
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 48,
+    "index_n_heads": 16,
+    "index_head_dim": 64,
+    "index_topk": 16,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "vocab_size": 128,
+}
+"""Of a slice's config, for a CPU: the same layers, all of them narrow."""
 
 
-class Replayed:
-    """Stands behind ``select_topk_decode`` and replaces what it selected.
+class Slice:
+    """Engines over one set of weights: made when a case first needs them, each with sequences that decode."""
 
-    Attributes:
-        overlap: of one selection with the last; None leaves the indexer's own.
-    """
-
-    def __init__(self, context: int) -> None:
-        self.overlap: float | None = None
-        self._context = context
-        self._real: Callable[..., None] = indexer.select_topk_decode
-        self._sets: dict[tuple[int, int], torch.Tensor] = {}
-        self._turns: dict[int, torch.Tensor] = {}
-        with torch.inference_mode():
-            self._on = torch.zeros((), dtype=torch.bool, device="cuda")
-        indexer.select_topk_decode = self  # type: ignore[assignment]
-
-    def __call__(self, *args: Any, out: torch.Tensor, topk: int, **named: Any) -> None:
-        self._real(*args, out=out, topk=topk, **named)
-        rows, width = out.shape
-        if (rows, width) not in self._sets:  # in the warm-up of a shape, not in its capture
-            self._sets[rows, width] = torch.full((SELECTIONS, rows, width), -1, dtype=torch.int32, device="cuda")
-        if out.data_ptr() not in self._turns:
-            self._turns[out.data_ptr()] = torch.zeros(1, dtype=torch.int64, device="cuda")
-        sets, turn = self._sets[rows, width], self._turns[out.data_ptr()]
-        out.copy_(torch.where(self._on & (out[:, :1] >= 0), sets.index_select(0, turn % SELECTIONS)[0], out))
-        turn.add_(1)
-
-    @torch.inference_mode()
-    def use(self, overlap: float | None) -> None:
-        """From the next step on; graphs stay as they are."""
-        self.overlap = overlap
-        self._on.fill_(overlap is not None)
-        if overlap is None:
-            return
-        for (rows, width), sets in self._sets.items():
-            topk = width - width % 64 if width > 64 else width
-            order = torch.rand(rows, self._context - 64, device="cuda").argsort(dim=1)
-            for i in range(SELECTIONS):
-                first = round(i * (1 - overlap) * topk) % order.shape[1]
-                chosen = order.roll(-first, dims=1)[:, :topk]
-                sets[i, :, :topk] = chosen.sort(dim=1).values.int()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=SLICE_A)
-    parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--context", type=int, default=32768)
-    parser.add_argument("--hot-factor", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--overlaps", type=float, nargs="*", default=[0.8, 0.9, 0.95])
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    replayed = Replayed(args.context)
-    room = args.steps + 2 * args.batch + 40
-    blocks = args.batch * -(-(args.context + room) // 64)
-    rows: list[dict[str, Any]] = []
-    for name, share, hosted in (("all on the device", 1.0, False), ("no pressure", 1.0, True), ("pressed", 0.25, True)):
+    def __init__(self, letter: str, args: argparse.Namespace) -> None:
+        self.args, self.letter = args, letter
+        name, self.rows = SLICES[letter]
+        config = json.loads((CONFIGS / name).read_text())
+        if args.config == "tiny":
+            config |= {key: value for key, value in TINY.items() if key in config}
+        self.room = 3 * args.batch + len(CASES) * (2 * (args.warm + WARM_STEPS + args.steps) + 60)
+        self.blocks = args.batch * -(-(args.context + self.room) // BLOCK)
         user = EngineConfig(
-            device="cuda",
-            cudagraph_mode="full",
-            dtype="bfloat16",
-            kv_cache_dtype=args.kv_cache_dtype,
+            device=args.device,
+            cudagraph_mode="full" if args.device == "cuda" else "auto",
+            dtype="bfloat16" if args.device == "cuda" else "float32",
+            kv_cache_dtype=args.kv_cache_dtype or self.rows,
             load_format="dummy",
             max_num_seqs=args.batch,
-            max_num_batched_tokens=8192,
-            max_model_len=args.context + room,
-            num_blocks=int(blocks * share),
+            max_num_batched_tokens=args.batched_tokens,
+            max_model_len=args.context + self.room,
+            num_blocks=self.blocks,
+            block_size=BLOCK,
             enable_prefix_caching=False,
-            max_capture_tokens=8,
-            memory_limit="130GiB",
-            hisparse_host_memory="24GiB" if hosted else None,
-            hisparse_hot_factor=args.hot_factor,
+            prefill_pacing=False,
+            max_capture_tokens=1,
+            memory_limit=args.memory_limit,
         )
-        with tempfile.TemporaryDirectory() as folder:
-            shutil.copy(args.config, Path(folder) / "config.json")
-            built = build_engine(folder, user)
+        kpool = int(config.get("index_kpool", 1))
+        self.replayed = ReplayedSelections(args.context - BLOCK, kpool=kpool, device=args.device)
+        started = time.perf_counter()
+        try:
+            with tempfile.TemporaryDirectory() as folder, small_start(args.batch):
+                (Path(folder) / "config.json").write_text(json.dumps(config))
+                self.base = build_engine(folder, user)
+        except BaseException:
+            self.replayed.close()
+            raise
+        self.startup_s = time.perf_counter() - started
+        fill_caches(self.base)
+        self._running: dict[str, tuple[BuiltEngine, Decoding]] = {}
+
+    def running(self, engine: str) -> tuple[BuiltEngine, Decoding]:
+        """ "resident", "capped", "free" or "pressed", and its sequences. One of them has pools of its own at a time."""
+        if engine not in self._running:
+            self.stop()
+            built = self.base if engine in ("resident", "capped") else self._hosted(engine)
+            batch = self.args.batch // 4 if engine == "capped" else self.args.batch
+            self.select(built, 0.9)
+            self._running[engine] = built, Decoding(built, batch, self.args.context, room=self.room)
+        return self._running[engine]
+
+    def select(self, built: BuiltEngine, overlap: float | None) -> None:
+        """What the engine's steps select from now on."""
+        with built.runner.on_device():
+            self.replayed.use(overlap)
+
+    def stop(self) -> None:
+        """End all sequences, and free the memory of an engine that has a host pool."""
+        for built, decoding in self._running.values():
+            decoding.close()
+            built.runner.settle()
+            if built.pools.hosted is not None:
+                built.pools.hosted.host.close()
+        self._running.clear()
+        gc.collect()
+        if self.args.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        self.stop()
+        self.replayed.close()
+        del self.base
+        gc.collect()
+        if self.args.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def _hosted(self, engine: str) -> BuiltEngine:
+        """The same weights over pools of a device that holds a quarter of the blocks, or all; with a host pool."""
+        base, groups = self.base, self.base.pools.groups
+        places = self.blocks // 4 if engine == "pressed" else self.blocks
+        host_blocks = self.blocks - places + BLOCK
+        config = replace(
+            base.config,
+            host_memory=host_blocks * groups.kv.bytes_per_block,
+            hot_factor=self.args.hot_factor,
+            watermark=self.args.watermark,
+            staged_tokens=self.args.batch * base.max_model_len,  # all prompts at once, as beside it
+        )
+        sizes = hosted_sizes(config, groups)
+        assert sizes is not None
+        backend = base.runner.streams.backend
+        if base.memory is not None:
+            base.memory.lift()
+        rows = HostedRows(groups, sizes, places + 1, device=backend.device)
+        blocks = places + 1 + sizes.host_blocks
+        pools = CachePools(groups, blocks, base.num_slots, device=backend.device, hosted=rows)
+        with capture_sizes(self.args.batch):
+            runner = start_runner(
+                base.model,
+                config,
+                pools,
+                backend=backend,
+                max_model_len=base.max_model_len,
+                weight_bytes=base.weight_bytes,
+            )
+        built = replace(base, config=config, runner=runner, pools=pools, num_blocks=blocks)
         fill_caches(built)
-        for overlap in [*args.overlaps, None] if name != "no pressure" else args.overlaps[:1]:
-            replayed.use(overlap)
-            rows.append({"engine": name, "overlap": overlap, **measure(built, args)})
-            print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
-        if built.pools.hosted is not None:
-            built.pools.hosted.host.close()
-        del built
-        torch.cuda.empty_cache()
-    if args.json:
-        found = {"device": torch.cuda.get_device_name(), "config": args.config.name, "batch": args.batch, "rows": rows}
-        args.json.write_text(json.dumps(found | {"context": args.context, "hot_factor": args.hot_factor}, indent=1))
+        return built
 
 
-def measure(built: BuiltEngine, args: argparse.Namespace) -> dict[str, Any]:
-    decoding = Decoding(built, args.batch, args.context, room=args.steps + 2 * args.batch + 40)
-    decoding.times(5)
+def small_start(batch: int) -> AbstractContextManager[None]:
+    """Compile and capture nothing but decodes of the two batches that are measured."""
+    decode = (scratch_chunk(BLOCK, 2 * BLOCK, 1, decode=True),) * batch
+    return patched(
+        (build, "compile_steps", lambda config, **named: iter(())),
+        (build, "largest_steps", lambda config, **named: (decode,)),
+        (dispatch, "capture_sizes", sizes_of(batch)),
+    )
+
+
+def capture_sizes(batch: int) -> AbstractContextManager[None]:
+    return patched((dispatch, "capture_sizes", sizes_of(batch)))
+
+
+def sizes_of(batch: int) -> Callable[[int], tuple[int, ...]]:
+    return lambda limit: (*(size for size in (batch // 4,) if 0 < size < limit), limit)
+
+
+@contextmanager
+def patched(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Attributes exchanged while a block runs."""
+    with ExitStack() as stack:
+        for owner, name, value in changes:
+            stack.enter_context(patch.object(owner, name, value))
+        yield
+
+
+def run_case(found: Slice, case: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure one case of a slice."""
+    engine = case if case in ("resident", "capped", "free") else "pressed"
+    built, decoding = found.running(engine)
+    overlap = None if case == "chance" else int(case) / 100 if case.isdigit() else 0.9
+    batch = args.batch // 4 if engine == "capped" else args.batch
+    row: dict[str, Any] = {"case": f"{found.letter}:{case}", "overlap": overlap, "batch": batch}
+    row |= {"rows": built.config.kv_cache_dtype, "host_pool": engine not in ("resident", "capped")}
+    if engine == "pressed":
+        found.select(built, 1.0)
+        decoding.times(args.warm)
+        row["still_ms"] = summary(decoding.times(args.steps), batch)["ms"]
     hisparse = built.runner.hisparse
-    before = hisparse.stats() if hisparse is not None else None
-    times = sorted(decoding.times(args.steps))
-    after = hisparse.stats() if hisparse is not None else None
-    decoding.close()
-    found: dict[str, Any] = {"ms": statistics.median(times), "p90": times[int(0.9 * len(times))]}
+    found.select(built, overlap)
+    decoding.times(args.warm)
+    with built.runner.on_device():
+        before = hisparse.stats() if hisparse is not None else None
+    row |= summary(decoding.times(args.steps), batch)
+    with built.runner.on_device():
+        after = hisparse.stats() if hisparse is not None else None
     if before is not None and after is not None:
-        steps = args.steps + 5  # those behind which the times begin count too
+        steps = args.steps + WARM_STEPS
         missed = (after.missed_rows - before.missed_rows) / steps
         selected = (after.selected_rows - before.selected_rows) / steps
-        bytes_a_row = built.pools.groups.kv.bytes_per_block / 64 / len(built.runner.attention.groups)
-        found |= {
-            "hit_rate": 1 - missed / selected if selected else 1.0,
+        a_row = built.pools.groups.kv.bytes_per_block / BLOCK / len(built.runner.attention.groups)
+        row |= {
+            "selected_rows_a_step": selected,
             "missed_rows_a_step": missed,
-            "bus_ms_a_step": 1e3 * missed * bytes_a_row / BUS_BYTES_PER_S,
+            "hit_rate": 1 - missed / selected if selected else 1.0,
+            "bus_ms": 1e3 * missed * a_row / BUS_BYTES_PER_S,
             "spilled_blocks": after.spilled_blocks,
+            "restored_blocks": after.restored_blocks,
+            "free_device_blocks": after.free_device_blocks,
         }
-    return found
+    if engine == "pressed":
+        found.select(built, overlap)
+        decoding.times(args.warm)
+        events = step_trace.record(decoding.core.step, on_gpu=args.device == "cuda")
+        row |= step_trace.copies(events) if events else {"copy_ms": 0.0}
+        if args.json is not None and events:
+            path = args.json.with_name(f"{args.json.stem}-{found.letter}-{case}.trace.json")
+            step_trace.write(path, events, {"case": row["case"], "device": device_name(args), "batch": batch})
+            row["trace"] = path.name
+        copy_ms = row["copy_ms"] or row["bus_ms"]
+        row["exposed_ms"] = row["ms"] - row["still_ms"]
+        row["hidden"] = max(0.0, 1 - max(row["exposed_ms"], 0.0) / copy_ms) if copy_ms else 1.0
+    kept = {"kv_cache_dtype": built.config.kv_cache_dtype, "dtype": built.config.dtype}
+    row["floor_ms"] = decode_floor(built.config.model, batch=batch, context=args.context, **kept).ms()
+    return row
+
+
+def summary(times: Sequence[float], batch: int) -> dict[str, float]:
+    ordered = sorted(times)
+    ms = statistics.median(ordered)
+    return {"ms": ms, "p90": ordered[int(0.9 * len(ordered))], "tokens_per_s": 1e3 * batch / ms}
+
+
+def compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every case beside those of its slice that were measured: the bars, and what the floors allow."""
+    by_case = {row["case"]: row for row in rows if "ms" in row}
+    results = []
+    for row in rows:
+        letter, _, case = row["case"].partition(":")
+        resident, capped = by_case.get(f"{letter}:resident"), by_case.get(f"{letter}:capped")
+        more: dict[str, Any] = {}
+        if "ms" in row and resident is not None and case not in ("resident", "capped"):
+            more["of_resident"] = row["tokens_per_s"] / resident["tokens_per_s"]
+            bar = {"90": 0.85, "free": 0.99}.get(case)
+            if bar is not None:
+                more |= {"bar": bar, "met": more["of_resident"] >= bar}
+        if "ms" in row and capped is not None and "bus_ms" in row:
+            more["over_capped"] = row["tokens_per_s"] / capped["tokens_per_s"]
+            floor = max(row["floor_ms"], row["bus_ms"])
+            more["bound_over_capped"] = row["batch"] / floor / (capped["batch"] / capped["floor_ms"])
+        results.append(row | more)
+    return results
+
+
+def chosen(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
+    """Slices with their cases, in order of importance."""
+    asked = args.case or [f"{letter}:{case}" for letter in SLICES for case in CASES]
+    for name in asked:
+        letter, _, case = name.partition(":")
+        if letter not in SLICES or case not in CASES:
+            raise SystemExit(f"--case {name!r} is none of {', '.join(SLICES)} with one of {', '.join(CASES)}: 'A:90'")
+    for letter in SLICES:
+        mine = [case for case in CASES if f"{letter}:{case}" in asked]
+        if mine:
+            yield letter, mine
+
+
+def device_name(args: argparse.Namespace) -> str:
+    return str(torch.cuda.get_device_name()) if args.device == "cuda" else "cpu"
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", metavar="SLICE:CASE", help="again for more; all by default")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--config", choices=("real", "tiny"), default="real")
+    parser.add_argument("--kv-cache-dtype", help="of all slices; each has its own by default")
+    parser.add_argument("--batch", type=int, help="requests, a multiple of 4 [32; tiny: 4]")
+    parser.add_argument("--context", type=int, help="tokens of each [32768; tiny: 1024]")
+    parser.add_argument(
+        "--batched-tokens", type=int, help="of a step while prompts take their places [8192; tiny: 256]"
+    )
+    parser.add_argument("--hot-factor", type=int, default=2)
+    parser.add_argument("--watermark", type=float, default=0.125)
+    parser.add_argument("--warm", type=int, default=12, help="steps before those that are timed")
+    parser.add_argument("--steps", type=int, help="timed [40; tiny: 6]")
+    parser.add_argument("--memory-limit", default="130GiB")
+    parser.add_argument("--limit", type=float, default=100.0, help="seconds a slice; cases left then are skipped")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(arguments)
+    tiny = args.config == "tiny"
+    args.batch = args.batch or (4 if tiny else 32)
+    args.context = args.context or (1024 if tiny else 32768)
+    args.batched_tokens = args.batched_tokens or (256 if tiny else 8192)
+    args.steps = args.steps or (6 if tiny else 40)
+    if args.device == "cpu":
+        args.memory_limit = "4GiB"
+    if args.batch < 4 or args.batch % 4:
+        raise SystemExit(f"--batch is {args.batch}; a quarter of it is to fit, so it must be a multiple of 4")
+    if args.warm + 2 * WARM_STEPS + args.steps > SELECTIONS:
+        raise SystemExit(f"--warm {args.warm} and --steps {args.steps} need more than the {SELECTIONS} selections")
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    args = parsed(arguments)
+    rows: list[dict[str, Any]] = []
+    about = {"command": " ".join(["python", *sys.argv]), "device": device_name(args), "torch": torch.__version__}
+    about |= {name: getattr(args, name) for name in ("config", "batch", "context", "hot_factor", "watermark", "steps")}
+    about["filled"] = "random rows, keys and states straight into the pools; blocks placed and spilled by the engine"
+
+    def keep(row: dict[str, Any]) -> None:
+        rows.append(row)
+        shown = compared(rows)
+        print({k: round(v, 4) if isinstance(v, float) else v for k, v in shown[-1].items()}, flush=True)
+        if args.json is not None:
+            whole = json.dumps(about | {"seconds": round(time.perf_counter() - began, 1), "cases": shown}, indent=1)
+            partly = args.json.with_suffix(".partly")
+            partly.write_text(whole + "\n")
+            partly.replace(args.json)
+
+    began = time.perf_counter()
+    for letter, cases in chosen(args):
+        started = time.perf_counter()
+        try:
+            found = Slice(letter, args)
+        except FAILURES as error:  # the next slice may still fit
+            keep({"case": f"{letter}:start", "wrong": f"{type(error).__name__}: {error}"[:500]})
+            continue
+        print(f"slice {letter} is ready after {found.startup_s:.1f} s", flush=True)
+        for case in cases:
+            if time.perf_counter() - started > args.limit:
+                keep({"case": f"{letter}:{case}", "wrong": f"skipped: --limit {args.limit:.0f} seconds are over"})
+                continue
+            try:
+                at = time.perf_counter()
+                row = run_case(found, case, args)
+                keep(row | {"seconds": round(time.perf_counter() - at, 1), "startup_s": round(found.startup_s, 1)})
+            except FAILURES as error:
+                keep({"case": f"{letter}:{case}", "wrong": f"{type(error).__name__}: {error}"[:500]})
+        found.close()
+        del found
+    return compared(rows)
 
 
 if __name__ == "__main__":
-    main()
+    if any("wrong" in row for row in main()):
+        sys.exit("some cases failed or were skipped")

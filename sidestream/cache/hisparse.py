@@ -177,7 +177,7 @@ class HiSparseRuntime:
         return asdict(replace(self._stats, **self._host_counters()))
 
     def stats(self) -> HiSparseStats:
-        """What happened so far; waits for the device."""
+        """What happened so far; waits for the current stream, which is to be the one that computes."""
         pairs = [group.totals() for group in self._groups]
         self._stats = HiSparseStats(
             selected_rows=sum(selected for selected, _ in pairs),
@@ -286,8 +286,8 @@ class HiSparseTopK:
         return self._slot_of, self.slots, self._lists, self.misses, self._totals
 
     def totals(self) -> tuple[int, int]:
-        """Rows of host blocks that decodes selected so far, and how many of them were in no hot slot; waits for the
-        device."""
+        """Rows of host blocks that decodes selected so far, and how many of them were in no hot slot; waits for
+        the current stream."""
         selected, missed = self._totals.sum(dim=0).tolist()
         return selected, missed
 

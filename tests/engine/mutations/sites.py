@@ -75,10 +75,12 @@ NOT_STEPS = (
     "engine/engine_process.py",
     "engine/memory_probe.py",
     "engine/verify/",
+    "server/",
 )
 """The devices, which do what they are told; the doctor, whose small programs ask what a device does; ``verify``, which
 runs whole engines one after the other; the memory probe, the benchmarks and the server's engine process, which run
-whole steps one after the other and read clocks and counters between them."""
+whole steps one after the other and read clocks and counters between them; the server, which waits for clients and
+for an engine in another process."""
 
 BOOKKEEPING = ("cache/prefix_cache.py",)
 """Of the host alone: ``publish`` says there which blocks a later sequence may find. A test holds it to plain Python."""

@@ -1,0 +1,120 @@
+"""The benchmark under pressure, small and on a CPU: every case of a slice, its file, its trace and the drawing."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import step_trace
+from benchmarks.hisparse_gpu import CASES, chosen, compared, main, parsed
+from benchmarks.replayed_selections import REAL, ReplayedSelections, indexer
+from scripts.trace_timeline import drawing
+
+SMALL = ["--device", "cpu", "--config", "tiny", "--context", "512", "--steps", "4", "--warm", "3"]
+
+
+def kernel(name: str, ts: float, dur: float, tid: int = 7) -> dict[str, Any]:
+    return {"name": name, "ph": "X", "ts": ts, "dur": dur, "cat": "kernel", "pid": 0, "tid": tid}
+
+
+def test_every_case_of_a_slice_is_measured_and_kept(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    asked = [f"A:{case}" for case in ("resident", "capped", "90", "chance", "free")]
+    rows = main([*SMALL, *(part for case in asked for part in ("--case", case)), "--json", str(out)])
+    kept = json.loads(out.read_text())
+    assert kept["cases"] == json.loads(json.dumps(rows))
+    by_case = {row["case"]: row for row in rows}
+    assert [*by_case] == asked
+    assert not any("wrong" in row for row in rows)
+    assert by_case["A:capped"]["batch"] == 1
+    replayed, chance, free = by_case["A:90"], by_case["A:chance"], by_case["A:free"]
+    assert 0.8 < replayed["hit_rate"] < 0.97
+    assert chance["hit_rate"] < replayed["hit_rate"]
+    assert free["selected_rows_a_step"] == free["spilled_blocks"] == 0
+    assert replayed["spilled_blocks"] > 10
+    assert {"of_resident", "over_capped", "bound_over_capped", "hidden", "met"} <= replayed.keys()
+    trace = json.loads((tmp_path / replayed["trace"]).read_text())
+    assert "<rect" in drawing(trace["traceEvents"], trace["otherData"])
+    assert (indexer.select_topk_decode, indexer.select_topk) == REAL
+
+
+def test_cases_come_in_order_of_importance_and_wrong_ones_are_named() -> None:
+    assert dict(chosen(parsed(SMALL))) == {letter: list(CASES) for letter in "ABC"}
+    assert list(chosen(parsed(["--case", "C:90", "--case", "A:free", "--case", "A:90"]))) == [
+        ("A", ["90", "free"]),
+        ("C", ["90"]),
+    ]
+    with pytest.raises(SystemExit, match=r"--case 'D:90' is none of A, B, C with one of resident, capped"):
+        list(chosen(parsed(["--case", "D:90"])))
+    with pytest.raises(SystemExit, match=r"--batch is 6; a quarter"):
+        parsed(["--batch", "6"])
+
+
+def test_what_was_cut_off_spoils_no_comparison() -> None:
+    rows = [
+        {"case": "A:90", "ms": 5.0, "tokens_per_s": 800.0, "batch": 4, "bus_ms": 1.0, "floor_ms": 2.0},
+        {"case": "A:start", "wrong": "RuntimeError"},
+        {"case": "B:resident", "ms": 4.0, "tokens_per_s": 1000.0, "batch": 4, "floor_ms": 2.0},
+        {"case": "B:capped", "ms": 2.0, "tokens_per_s": 500.0, "batch": 1, "floor_ms": 1.0},
+        {"case": "B:90", "ms": 5.0, "tokens_per_s": 800.0, "batch": 4, "bus_ms": 4.0, "floor_ms": 2.0},
+    ]
+    found = {row["case"]: row for row in compared(rows)}
+    assert "of_resident" not in found["A:90"]
+    assert found["B:90"]["of_resident"] == 0.8
+    assert found["B:90"]["met"] is False
+    assert found["B:90"]["over_capped"] == 1.6
+    assert found["B:90"]["bound_over_capped"] == 1.0  # the bus takes 4 ms for 4 tokens, the capped engine 1 ms for one
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.5, 0.9, 1.0])
+def test_selections_overlap_as_asked(overlap: float) -> None:
+    replayed = ReplayedSelections(4000, kpool=4, device="cpu")
+    try:
+        out = torch.full((3, 403), -1, dtype=torch.int32)
+        out[:2, 0] = 0  # the third row is padding
+        replayed._replace(out)
+        replayed.use(overlap)
+        seen: list[set[int]] = []
+        for _ in range(5):
+            step = out.clone()
+            out.copy_(step)
+            replayed._replace(out)
+            row = out[0, :400].tolist()
+            assert row == sorted(set(row))
+            assert 0 <= row[0] <= row[-1] < 4000
+            assert out[0, 400:].tolist() == [-1] * 3
+            assert out[2].tolist() == [-1] * 403
+            assert all({p // 4 * 4 + i for i in range(4)} <= set(row) for p in row)
+            seen.append(set(row))
+        for before, now in pairwise(seen):
+            assert len(before & now) / 400 == pytest.approx(overlap, abs=0.02)
+    finally:
+        replayed.close()
+
+
+def test_a_step_is_cut_out_and_its_copies_measured() -> None:
+    """Three steps of two kernels and a copy that runs beside the first for half of its time; one step that was cut."""
+    events = []
+    for start in (0.0, 10_000.0, 20_000.0):
+        events += [
+            kernel("_moe", start, 100),
+            kernel("_attend", start + 200, 50),
+            kernel("_resolve_kernel", start, 5, 9),
+        ]
+        events += [kernel("_copy_rows_kernel", start + 50, 100, 9)]
+    events += [kernel("_moe", 30_000, 100)]
+    steps = step_trace.steps_of(events)
+    assert [len(step) for step in steps] == [4, 4, 4]
+    step = step_trace.from_zero(steps[1])
+    assert step_trace.copies(step) == {"copy_ms": 0.1, "copy_beside_compute": 0.5, "step_us": 250.0}
+    picture = drawing(step, {"case": "A:90"})
+    assert picture.count("<rect") == 1 + 4
+    assert "rows from the host" in picture
+    assert "50% of it beside compute" in picture
+    with pytest.raises(SystemExit, match="nothing to draw"):
+        drawing([], {})
