@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sidestream.server.answer_pieces import CallArguments, CallStart, Content, Piece, Reasoning
+from sidestream.server.argument_types import JsonText, json_types
 from sidestream.server.parsers import opens_thinking, parser_for
 from sidestream.server.protocol import Tool
 
@@ -148,3 +152,172 @@ def test_values_follow_the_parameters_type() -> None:
     ):
         _, _, ((_, arguments),) = parse("glm", call.format(key, value), tools=TOOLS)
         assert json.loads(arguments) == {key: expected}
+
+
+FRAGMENTS = [
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *(f"<{BAR}tool▁{name}{BAR}>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")),
+    *(f"<{BAR}DSML{BAR}function_calls>", f"</{BAR}DSML{BAR}function_calls>", f"</{BAR}DSML{BAR}invoke>"),
+    *(f'<{BAR}DSML{BAR}invoke name="', f'<{BAR}DSML{BAR}parameter name="', '" string="true">', '" string="false">'),
+    *(f"</{BAR}DSML{BAR}parameter>", '">', "weather", "city", "days", "12", "true", '{"a": "\n"}', "[", '"', "\\"),
+    *("<", f"<{BAR}", "</", " ", "\n", "é漢🙂", "x < y > z", "\t"),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(
+    fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=25),
+    cuts=st.lists(st.integers(0, 200), max_size=12),
+    thinking=st.booleans(),
+)
+def test_where_a_text_is_cut_changes_nothing(name: str, fragments: list[str], cuts: list[int], thinking: bool) -> None:
+    """Tags in any order, whole or not, well formed or not: pieces make the message that the whole makes."""
+    text = "".join(fragments)
+    bounds = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    whole, parts = (parser_for(name, thinking, TOOLS)() for _ in range(2))
+    expected = collect(whole.push(text) + whole.finish())
+    pieces: list[Piece] = []
+    for begin, end in pairwise(bounds):
+        pieces += parts.push(text[begin:end])
+    assert collect(pieces + parts.finish()) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_around_and_between_calls_is_content(name: str) -> None:
+    text = f"First.\n\n{CALLS[name]}\nThen <b>.\n{CALLS[name]}\n\n"
+    _, content, calls = parse(name, text, tools=TOOLS)
+    check(name, text, ("", content, calls), tools=TOOLS)
+    assert content == "First.\nThen <b>."
+    assert [called for called, _ in calls] == ["weather", "now"] * 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reasoning_without_an_end_is_all_there_is(name: str) -> None:
+    check(name, f"so {CALLS[name]}", (f"so {CALLS[name]}", "", []), prompt="<think>", tools=TOOLS)
+    check(name, "</think>", ("", "", []), prompt="<think>", tools=TOOLS)
+    check(name, "a</think>b</think>", ("", "a</think>b</think>", []), tools=TOOLS)
+
+
+def test_a_message_that_goes_on_says_whether_it_is_reasoning() -> None:
+    assert opens_thinking("<|assistant|><think>\n")
+    assert not opens_thinking("<|user|>what is <think> for?<|assistant|></think>")
+    assert opens_thinking("<|assistant|><think>I am", continued="<think>I am")
+    assert not opens_thinking("<|assistant|><think>I am</think>It", continued="<think>I am</think>It")
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["<b>1 < 2</b>", "</arg_key>", "<tool_call>x</tool_call>", "</arg_val", "a\n\n b ", "漢🙂", '"q" \\', "\x08"],
+)
+def test_text_arguments_keep_every_character(value: str) -> None:
+    call = f"<tool_call>weather<arg_key>city</arg_key><arg_value>{value}</arg_value></tool_call>"
+    _, _, ((_, arguments),) = parse("glm", call, tools=TOOLS)
+    assert json.loads(arguments) == {"city": value}
+    check("glm", call, ("", "", [("weather", arguments)]), tools=TOOLS)
+
+
+def test_text_arguments_are_shown_as_they_come() -> None:
+    parser = parser_for("glm", False, TOOLS)()
+    assert collect(parser.push("<tool_call>weather<arg_key>city</arg_key><arg_value>New Y"))[2] == [
+        ("weather", '{"city": "New Y')
+    ]
+    (piece,) = parser.push('ork "N')
+    assert piece == CallArguments(0, 'ork \\"N')
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_part_of_a_tag_ends_cut_arguments(name: str) -> None:
+    text = CALLS[name]
+    whole = dict(parse(name, text, tools=TOOLS)[2])
+    for length in range(len(text)):
+        for called, arguments in parse(name, text[:length], tools=TOOLS)[2]:
+            assert whole[called].startswith(arguments), text[:length]
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ("<arg_key>a</arg_key></tool_call>", {}),
+        ("<arg_key>a</tool_call>", {}),
+        ("<arg_key>a<arg_value>1</arg_value></tool_call>", {"a": 1}),
+        ("<arg_key> a </arg_key> x <arg_value>1</arg_value> y </tool_call>", {"a": 1}),
+    ],
+)
+def test_malformed_calls_swallow_nothing_behind_them(call: str, arguments: dict[str, int]) -> None:
+    text = f"<tool_call>f{call}and <tool_call>now</tool_call>"
+    _, content, calls = parse("glm", text, tools=TOOLS)
+    assert (content, [name for name, _ in calls]) == ("and", ["f", "now"])
+    assert json.loads(calls[0][1]) == arguments
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "expected"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({"type": "string"}, "null", "null"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"const": "true"}, "true", "true"),
+        ({"$ref": "#/$defs/Zip"}, "01234", "01234"),
+        ({"anyOf": [{"$ref": "#/$defs/Zip"}, {"type": "null"}]}, "12", "12"),
+        ({"anyOf": [{"$ref": "#/$defs/Zip"}, {"type": "null"}]}, "null", None),
+        ({"type": ["string", "null"]}, '"x"', '"x"'),
+        ({"type": ["string", "integer"]}, "12", 12),
+        ({"type": ["string", "integer"]}, "1.5", "1.5"),
+        ({"type": ["string", "number"]}, "12", 12),
+        ({"allOf": [{"type": ["string", "integer"]}, {"type": ["string", "null"]}]}, "12", "12"),
+        ({"type": "integer"}, " 3\n", 3),
+        ({"type": "boolean"}, "yes", "yes"),
+        ({"type": "object"}, '{"a": "x\ny"}', {"a": "x\ny"}),
+        ({"properties": {}}, "[1]", [1]),
+        ({}, '"x"', "x"),
+        ({}, "x", "x"),
+        ({"$ref": "#/nowhere"}, "1", 1),
+        ({"$ref": "#/properties/a"}, "1", 1),
+    ],
+)
+def test_arguments_are_read_by_their_schema(schema: dict[str, object], text: str, expected: object) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}, "$defs": {"Zip": {"type": "string"}}}
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": parameters}})
+    call = f"<tool_call>f<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>"
+    _, _, ((_, arguments),) = parse("glm", call, tools=[tool])
+    assert json.loads(arguments) == {"a": expected}
+
+
+def test_numbers_keep_their_digits() -> None:
+    """What a client would get from a float, or could not get at all from an integer of thousands of digits."""
+    for value in ("1.10", "1e999", "9" * 5000, "-0"):
+        call = f"<tool_call>weather<arg_key>days</arg_key><arg_value>{value}</arg_value></tool_call>"
+        assert parse("glm", call, tools=TOOLS)[2] == [("weather", f'{{"days": {value}}}')]
+
+
+def test_halves_of_surrogate_pairs_stay_escaped() -> None:
+    """The text of an answer must be UTF-8."""
+    call = '<tool_call>weather<arg_key>x</arg_key><arg_value>["\\ud800"]</arg_value></tool_call>'
+    ((_, arguments),) = parse("glm", call, tools=TOOLS)[2]
+    assert arguments.encode() == b'{"x": ["\\ud800"]}'
+
+
+def test_types_of_a_schema_that_leads_to_itself() -> None:
+    root = {"$defs": {"A": {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "null"}]}}}
+    assert "null" in json_types({"$ref": "#/$defs/A"}, root)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(value=st.recursive(st.text(max_size=6), lambda inner: st.lists(inner, max_size=3)), seed=st.integers(0, 99))
+def test_control_characters_in_json_are_escaped_and_nothing_else(value: object, seed: int) -> None:
+    proper = json.dumps(value, ensure_ascii=False, indent=1)
+    assert _in_pieces(proper, seed) == proper
+    raw = proper
+    for character in ("\n", "\t", "\x08"):
+        raw = raw.replace(f"\\u{ord(character):04x}", character)
+    assert json.loads(_in_pieces(raw, seed)) == json.loads(proper)
+
+
+def _in_pieces(text: str, seed: int) -> str:
+    draws, json_text, out = random.Random(seed), JsonText(), ""
+    while text:
+        size = draws.randrange(1, 4)
+        out += json_text.push(text[:size])
+        text = text[size:]
+    return out
