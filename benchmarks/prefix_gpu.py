@@ -9,6 +9,7 @@ Slice A by default (``benchmarks/configs``), with dummy weights. All times are o
 run in order of importance, and the file is written anew after each request or turn, so that a run may be cut off at any
 time; a turn that would probably end behind ``--seconds`` is not begun. What is not measured is not compiled: the start
 leaves out the steps that compile every kernel ahead, and the first turn of each case, which is listed apart, compiles.
+On a CPU seconds are those of the processor, which others on the machine do not lengthen.
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ def main() -> None:
         "shared": args.shared,
         "tokens_a_step": args.budget,
         "mode": args.mode,
+        "clock": clock_of(args.device).__name__,
     }
     run.write()
     begin = run.elapsed
@@ -188,7 +190,7 @@ def first_token(run: Run, built: BuiltEngine, args: argparse.Namespace, case: di
         taken = stats.snapshots_taken
         for kind in kinds:
             prompt = stem + draw(rng, args.prompt - args.shared, vocab)
-            took, case["cached_tokens"][kind] = serve(core, f"{turn} {kind}", prompt)
+            took, case["cached_tokens"][kind] = serve(core, f"{turn} {kind}", prompt, clock_of(args.device))
             if not turn:
                 case["compiling turn"][kind] = took
                 run.write()
@@ -214,25 +216,25 @@ def every_interval(run: Run, built: BuiltEngine, args: argparse.Namespace, case:
 def alone(run: Run, built: BuiltEngine, args: argparse.Namespace, case: dict[str, Any]) -> None:
     """Seconds to the first token of a prompt alone that shares nothing, with the cache and without, in turns."""
     cores = in_turns(built)
-    rng, vocab = random.Random(9), built.config.model.vocab_size
+    rng, vocab, clock = random.Random(9), built.config.model.vocab_size, clock_of(args.device)
     compare(run, case, 2 * args.repeats, {
-        name: lambda turn, core=core: serve(core, str(turn), draw(rng, args.crowd_prompt, vocab))[0]
+        name: lambda turn, core=core: serve(core, str(turn), draw(rng, args.crowd_prompt, vocab), clock)[0]
         for name, core in cores.items()
     })  # fmt: skip
 
 
 def nothing_shared(run: Run, built: BuiltEngine, args: argparse.Namespace, case: dict[str, Any]) -> None:
     """Seconds for a crowd of prompts that share nothing, 16 tokens each, with the cache and without, in turns."""
-    rng, vocab = random.Random(8), built.config.model.vocab_size
+    rng, vocab, clock = random.Random(8), built.config.model.vocab_size, clock_of(args.device)
 
     def crowd(core: EngineCore) -> float:
-        begin = time.perf_counter()
+        begin = clock()
         for i in range(2 * args.crowd):
             core.add(make_request(str(i), draw(rng, args.crowd_prompt, vocab), max_tokens=16))
         while core.has_work():
             core.step()
         built.runner.settle()
-        return time.perf_counter() - begin
+        return clock() - begin
 
     cores = in_turns(built)
     compare(run, case, args.repeats, {name: lambda turn, core=core: crowd(core) for name, core in cores.items()})
@@ -316,14 +318,18 @@ CASES: dict[str, Callable[[Run, BuiltEngine, argparse.Namespace, dict[str, Any]]
 }
 
 
-def serve(core: EngineCore, name: str, prompt: Sequence[int]) -> tuple[float, int]:
+def clock_of(device: str) -> Callable[[], float]:
+    return time.process_time if device == "cpu" else time.perf_counter
+
+
+def serve(core: EngineCore, name: str, prompt: Sequence[int], clock: Callable[[], float]) -> tuple[float, int]:
     """Seconds from its arrival to the first token of a request alone, and what it took over."""
-    begin, took, cached = time.perf_counter(), 0.0, 0
+    begin, took, cached = clock(), 0.0, 0
     core.add(make_request(name, prompt, max_tokens=2))
     while core.has_work():
         for output in core.step():
             if output.cache_reason is not None:
-                took, cached = time.perf_counter() - begin, output.cached_tokens
+                took, cached = clock() - begin, output.cached_tokens
     assert took > 0.0, f"request {name!r} gave no token"
     return took, cached
 
