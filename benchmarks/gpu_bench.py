@@ -23,6 +23,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.batch import Job, run_job
+
 HERE = Path(__file__).parent
 CONFIGS = HERE / "configs"
 GROUPED_BY = (
@@ -117,13 +119,11 @@ def run(bench: Bench, limit: float) -> dict[str, Any]:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        arguments = [str(out) if part == "OUT" else part for part in bench.arguments]
-        command = [sys.executable, *arguments]
-        try:
-            done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, check=False, timeout=limit)
-            wrong = "" if done.returncode == 0 else f"exit code {done.returncode}: {done.stderr.strip()[-2000:]}"
-        except subprocess.TimeoutExpired:
-            wrong = f"not done after {limit:.0f} s"
+        arguments = tuple(str(out) if part == "OUT" else part for part in bench.arguments)
+        job = Job(name="bench", command=("{python}", *arguments), limit=limit, estimate=limit)
+        outcome = run_job(job, Path(folder), limit=limit)
+        log = (Path(folder) / "bench.log").read_text(errors="replace")
+        wrong = f"{outcome.detail}: {log.strip()[-2000:]}" if outcome.failed else ""
         result = json.loads(out.read_text()) if out.exists() and out.stat().st_size else None
     seconds = round(time.perf_counter() - started, 1)
     return {"command": " ".join(["python", *bench.arguments]), "seconds": seconds, "wrong": wrong, "result": result}

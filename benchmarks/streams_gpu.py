@@ -283,7 +283,9 @@ def decode(built: BuiltEngine, batches: Sequence[int], context: int) -> list[dic
     rows: list[dict[str, Any]] = []
     for mode in ("none", "piecewise", "full"):
         engine = in_graph_mode(replace(built, config=config), mode)
-        rows += [_decode_row(engine, mode, batch, context) for batch in batches]
+        for batch in batches:
+            rows.append(_decode_row(engine, mode, batch, context))
+            print(f"  {rows[-1]}", flush=True)
         del engine
         gc.collect()
         torch.cuda.empty_cache()
@@ -334,6 +336,8 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     parser.add_argument("--only", choices=["overlap", "breaks", "model", "decode"])
     args = parser.parse_args()
+    if args.json is not None and not args.json.parent.is_dir():
+        parser.error(f"--json: there is no folder {args.json.parent}")
     backend = CudaBackend()
     results: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.gpu_bench import Bench, benches, run, table_of, timings
+from benchmarks.kernels import bench_moe, results
 
 KERNELS = Path(__file__).parents[1] / "benchmarks" / "kernels"
 
@@ -39,7 +44,25 @@ def test_a_failure_is_kept_with_its_reason() -> None:
     found = run(Bench("broken", ("-c", "import sys; sys.exit('no such device')", "OUT")), 60)
     assert found["result"] is None
     assert "no such device" in found["wrong"]
-    slow = run(Bench("slow", ("-c", "import time; time.sleep(60)", "OUT")), 0.5)
-    assert slow["wrong"] == "not done after 0 s"
+    slow = run(Bench("slow", ("-c", "import time; time.sleep(60)", "OUT")), 0.4)
+    assert slow["wrong"].startswith("at its limit of 0 s")
     fine = run(Bench("fine", ("-c", "import sys; open(sys.argv[1], 'w').write('[1]')", "OUT")), 60)
     assert (fine["wrong"], fine["result"]) == ("", [1])
+
+
+def test_results_of_kernels_are_written_where_they_can_be(tmp_path: Path) -> None:
+    """Said before anything is measured, and not when all is."""
+    with pytest.raises(argparse.ArgumentTypeError, match=f"there is no folder {tmp_path}/none"):
+        results.out_file(str(tmp_path / "none" / "out.json"))
+    path = results.out_file(str(tmp_path / "out.json"))
+    for found in ({"rows": [1]}, {"rows": [1, 2]}):
+        results.keep(path, found)
+        assert json.loads(path.read_text()) == found
+
+
+def test_a_report_is_written_after_each_row(tmp_path: Path) -> None:
+    report = bench_moe.Report(out=tmp_path / "out.json")
+    shape = bench_moe.Shape("a shape", 2.0, 1, 1)
+    for count in (1, 2):
+        report.add(shape, f"variant {count}", lambda call: None, lambda: 1.0)
+        assert len(json.loads((tmp_path / "out.json").read_text())["rows"]) == count

@@ -13,8 +13,6 @@ of the rate of products. Writing 128 rows: one launch, 3 us.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -25,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernels.results import keep, only_file
 from sidestream.core.segment import Segment
 from sidestream.ops.dense_mla import decode, triton_mixed
 from sidestream.ops.dense_mla.triton_decode import MAX_SPLITS, dense_mla_decode
@@ -184,7 +183,7 @@ def main(path: Path) -> None:
         print(f"WRONG {checked[key]}")
     print(f"checked {len(jobs)} variants in {time.time() - began:.0f} s, {len(wrong)} wrong")
     pool = torch.randn(POOL_BLOCKS * BLOCK, LATENT + ROPE, device="cuda", dtype=torch.bfloat16)
-    times = []
+    times: list[dict[str, Any]] = []
     for (rows, context), launches in plan.items():
         steps = [make_step(pool, [context] * rows) for _ in range(20 if rows * context < 100_000 else 2)]
         timed = []
@@ -206,9 +205,12 @@ def main(path: Path) -> None:
                 f"warps={one.warps} parted={one.parted} roles={one.roles}"
             )
         times += [{"rows": rows, "context": context, "floor": floor, "us": us, **asdict(one)} for us, one in timed]
-    path.write_text(json.dumps({"dense": times, "chunks": time_chunks(pool), "writes": time_writes()}, indent=1))
+        keep(path, {"dense": times})
+    found: dict[str, Any] = {"dense": times, "chunks": time_chunks(pool)}
+    keep(path, found)
+    keep(path, found | {"writes": time_writes()})
     print(f"{time.time() - began:.0f} s in all")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(only_file(__doc__))

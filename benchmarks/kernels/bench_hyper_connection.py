@@ -1,6 +1,6 @@
 """Time hyper-connections (and an RMS norm) on a GPU: every launch against the formula first, then graphs of 20 calls.
 
-    python benchmarks/kernels/bench_hyper_connection.py [results.json] [--tables]
+    PYTHONPATH=. python benchmarks/kernels/bench_hyper_connection.py [results.json] [--tables]
 
 The shape is GLM-5.3-Flash's: 4 streams of 4,096, bf16, 20 Sinkhorn iterations. Floor of collapse and expand: streams
 read twice and written once, input and output once each, 112 KB a row, and ``fn`` once, at 4.28 TB/s. Expected of both
@@ -10,7 +10,6 @@ together: 5.0 us at batch 1, 6.0 at 8, 6.5 at 64; 290 at 8,192 rows.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -18,11 +17,11 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.kernels.results import keep, out_file
 from sidestream.ops.hyper_connection import reference, torch_impl
 from sidestream.ops.hyper_connection import triton_post as post_kernel
 from sidestream.ops.hyper_connection import triton_post_pre as joint_kernel
@@ -203,7 +202,7 @@ def both_in_torch(made: dict[str, Any]) -> torch.Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("out", type=out_file, nargs="?")
     parser.add_argument("--tables", action="store_true", help="sweep nothing")
     options = parser.parse_args()
     began = time.monotonic()
@@ -237,6 +236,7 @@ def main() -> None:
             "together_us": together,
             "joint_us": joint,
         }
+        keep(options.out, results)
         print(f"\n{rows} rows: floor {floor:.1f} us, bar {BARS.get(rows, '-')} us")
         print("  together: " + ", ".join(f"{name} {value:.2f} us" for name, value in together.items()))
         for title, times in (("joint", joint), ("collapse", collapses), ("expand", expands)):
@@ -244,8 +244,6 @@ def main() -> None:
                 print(f"  {title:8s} {value:8.2f} us  {launch}")
         del sets
     print(f"\n{time.monotonic() - began:.0f} s")
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

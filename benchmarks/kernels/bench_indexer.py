@@ -1,6 +1,6 @@
 """Indexer of a decode step on a GPU: each stage and the whole, checked, timed in graphs, beside floor, guess and bar.
 
-    python benchmarks/kernels/bench_indexer.py [OUT.json] [--only glm5]
+    PYTHONPATH=. python benchmarks/kernels/bench_indexer.py [OUT.json] [--only glm5]
 
 A time is the median over replays of a graph of 20 calls or more, which take turns over so many sets of pages that the
 L2 cache holds none of them when its turn comes, divided by the calls. Checks use small integers, whose scores are exact
@@ -24,7 +24,6 @@ Keys include their norm (and rotation at token granularity). Floor: keys (256 B 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -34,12 +33,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
+from benchmarks.kernels.results import keep, out_file
 from sidestream.core.ring import plan_ring
 from sidestream.ops.index_map import torch_impl as map_torch
 from sidestream.ops.index_map.triton_map import DEFAULT_PLAN, MapPlan, logical_to_physical
@@ -365,7 +364,7 @@ def check(task: tuple[Callable[..., None], tuple[Any, ...]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", nargs="?", type=Path)
+    parser.add_argument("out", nargs="?", type=out_file)
     parser.add_argument("--only", default="", help="part of a shape's name")
     arguments = parser.parse_args()
     begin = time.monotonic()
@@ -388,10 +387,9 @@ def main() -> None:
     results = []
     for number, name in enumerate(names):
         results.append(measures[name](checked + share * (number + 1)))
+        keep(arguments.out, {"wrong": wrong, "results": results})
         show(results[-1])
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {time.monotonic() - begin:.0f} s; microseconds")
-    if arguments.out:
-        arguments.out.write_text(json.dumps({"wrong": wrong, "results": results}, indent=1, default=str))
     if wrong:
         sys.exit("WRONG\n" + "\n".join(wrong))
 

@@ -1,6 +1,6 @@
 """Indexer of a prefill chunk on a GPU: scores under several launches, the top-k, the whole, beside torch and the floor.
 
-    python benchmarks/kernels/bench_indexer_prefill.py [OUT.json] [--only glm5]
+    PYTHONPATH=. python benchmarks/kernels/bench_indexer_prefill.py [OUT.json] [--only glm5]
 
 One sequence, keys on shuffled pages, eager launches. A time is the median of several calls between two events. The
 floor is the scores' products over 790 TFLOP/s, which is 2 * heads * 128 operations for each entry that a query sees
@@ -10,7 +10,6 @@ and that has to be scored. A launch is checked against torch on small integers, 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -18,12 +17,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
+from benchmarks.kernels.results import keep, out_file
 from sidestream.core.segment import Segment
 from sidestream.ops.indexer import torch_impl
 from sidestream.ops.indexer.triton_prefill import (
@@ -157,7 +156,7 @@ def measure(chunk: Chunk, *, usual: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", nargs="?", type=Path)
+    parser.add_argument("out", nargs="?", type=out_file)
     parser.add_argument("--only", default="", help="part of a chunk's name")
     parser.add_argument("--usual", action="store_true", help="neither other launches nor torch")
     arguments = parser.parse_args()
@@ -168,16 +167,17 @@ def main() -> None:
     else:
         with ProcessPoolExecutor(max_workers=12, mp_context=get_context("spawn")) as pool:
             wrong = [found for found in pool.map(check, *zip(*tasks, strict=True)) if found]
-    results = [measure(chunk, usual=arguments.usual) for chunk in chunks]
-    for found in results:
+    results: list[dict[str, Any]] = []
+    for chunk in chunks:
+        found = measure(chunk, usual=arguments.usual)
+        results.append(found)
+        keep(arguments.out, {"wrong": wrong, "results": results})
         print(
             f"{found['chunk']}: " + ", ".join(f"{name} {us:.0f}" for name, us in found["us"].items()) + " us",
             flush=True,
         )
         for us, plan in found["scores"][:4]:
             print(f"    scores {us:7.0f}  {plan}")
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps({"wrong": wrong, "results": results}, indent=1))
     if wrong:
         sys.exit("WRONG\n" + "\n".join(wrong))
 

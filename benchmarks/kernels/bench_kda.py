@@ -1,6 +1,6 @@
 """Time KDA on a GPU, decode steps and prompts: every launch against the formula first, then a table.
 
-    python benchmarks/kernels/bench_kda.py [results.json]
+    PYTHONPATH=. python benchmarks/kernels/bench_kda.py [results.json]
 
 The shape is GLM-5.3-Flash's: 64 heads of 128, bf16, fp32 state. Floor of a decode step: the state of each row read once
 and written once (8.4 MB) at 4.28 TB/s; times are medians of replayed graphs of 20 calls. Beside it stands what a kernel
@@ -10,10 +10,9 @@ chunked product: see ``triton_chunked``; times are medians of eager calls.
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -25,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from benchmarks.kernels.results import keep, out_file
 from sidestream.core.ring import plan_ring
 from sidestream.ops.kda import mixed_step, reference, torch_chunked, torch_impl, triton_chunked
 from sidestream.ops.kda.torch_impl import ForgetGate
@@ -196,7 +196,7 @@ def kernels(call: Callable[[], object]) -> dict[str, float]:
     return {entry.key[:60]: entry.self_device_time_total / 1e3 for entry in averages}
 
 
-def time_decodes(launches: list[Launch], results: dict[str, Any], until: float) -> None:
+def time_decodes(launches: list[Launch], results: dict[str, Any], until: float, path: Path | None) -> None:
     for rows in (1, 64, 128, 8, 32, 16, 4, 2):
         state_bytes = 8 * rows * HEADS * DIM * DIM
         floor = state_bytes / BYTES_PER_S * 1e6
@@ -210,6 +210,7 @@ def time_decodes(launches: list[Launch], results: dict[str, Any], until: float) 
         parts = {"states scaled in place": timed(scale_states, sets)}
         chosen = times.get(str(Launch(True)))
         results["shapes"][rows] = {"floor_us": floor, "bar_us": BARS.get(rows), "us": times, "parts_us": parts}
+        keep(path, results)
         bar = f"{BARS[rows]:.1f}" if rows in BARS else "-"
         now = f"{chosen:.2f}" if chosen is not None else "-"
         print(f"batch {rows}: floor {floor:.1f} us, bar {bar} us, as launched {now} us, {parts}")
@@ -218,7 +219,7 @@ def time_decodes(launches: list[Launch], results: dict[str, Any], until: float) 
         del sets
 
 
-def time_prompts(launches: list[triton_chunked.Launch], results: dict[str, Any]) -> None:
+def time_prompts(launches: list[triton_chunked.Launch], results: dict[str, Any], path: Path | None) -> None:
     made, gate = prompt(PROMPT, HEADS, seed=0)
     state = torch.zeros(2, 1, HEADS, DIM, DIM, device="cuda")
     where = {"slots": [1], "starts": [0], "lengths": [PROMPT]}
@@ -229,6 +230,7 @@ def time_prompts(launches: list[triton_chunked.Launch], results: dict[str, Any])
 
         found = {"ms": milliseconds(run), "kernels_ms": kernels(run)}
         results["chunked"][str(launch)] = found
+        keep(path, results)
         print(f"  {found['ms']:.3f} ms  {launch}  {found['kernels_ms']}")
     base = arguments(1, seed=0)
     plan = plan_ring([0], [PROMPT], [1], window=WINDOW, ring_length=WINDOW - 1, device=torch.device("cuda"))
@@ -238,10 +240,14 @@ def time_prompts(launches: list[triton_chunked.Launch], results: dict[str, Any])
     step |= {"host_slots": [1], "starts": [0], "lengths": [PROMPT]}
     whole = {"ms": milliseconds(lambda: mixed_step(**step)), "kernels_ms": kernels(lambda: mixed_step(**step))}
     results["mixed_step"] = whole
+    keep(path, results)
     print(f"mixed step of {PROMPT} tokens: {whole['ms']:.3f} ms, bar {PROMPT_BAR_MS} ms, {whole['kernels_ms']}")
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?", type=out_file)
+    path = parser.parse_args().out
     began = time.monotonic()
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     results |= {"shapes": {}, "chunked": {}}
@@ -255,13 +261,9 @@ def main() -> None:
     right = [launch for launch in launches if found[str(launch)][0] < WORST]
     worst = max((found[str(launch)][0] for launch in right), default=0.0)
     print(f"{len(right)} of {len(launches)} launches are right, to {worst:.1e}; {time.monotonic() - began:.0f} s")
-    try:
-        time_decodes([launch for launch in right if isinstance(launch, Launch)], results, began + BUDGET_S)
-        time_prompts([launch for launch in right if not isinstance(launch, Launch)], results)
-    finally:
-        print(f"{time.monotonic() - began:.0f} s")
-        if len(sys.argv) > 1:
-            Path(sys.argv[1]).write_text(json.dumps(results, indent=1) + "\n")
+    time_decodes([launch for launch in right if isinstance(launch, Launch)], results, began + BUDGET_S, path)
+    time_prompts([launch for launch in right if not isinstance(launch, Launch)], results, path)
+    print(f"{time.monotonic() - began:.0f} s")
 
 
 if __name__ == "__main__":

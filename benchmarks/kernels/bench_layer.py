@@ -11,7 +11,6 @@ all weights that are touched once, over 4.28 TB/s.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -20,12 +19,12 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.kernels.bench_moe import BYTES_PER_US, CHOICE, EXPERT_BYTES, HIDDEN, INNER, Report, Shape, draw
+from benchmarks.kernels.results import keep, out_file
 from sidestream.ops import linear as linear_operator
 from sidestream.ops.hyper_connection import hyper_connection_post_pre, hyper_connection_pre
 from sidestream.ops.linear import linear
@@ -155,10 +154,10 @@ def compile_one(rows: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=out_file)
     options = parser.parse_args()
     torch.manual_seed(1)
-    report, began = Report(), time.monotonic()
+    report, began = Report(out=options.out), time.monotonic()
     with ProcessPoolExecutor(min(6, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_one, ROWS))
     print(f"compiled after {time.monotonic() - began:.0f} s")
@@ -169,7 +168,7 @@ def main() -> None:
     report.show()
     seconds = round(time.monotonic() - began, 1)
     made = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "seconds": seconds, "rows": report.rows}
-    options.out.write_text(json.dumps(made, indent=1) + "\n")
+    keep(options.out, made)
     print(f"{made['device']}, {seconds} s")
 
 

@@ -9,7 +9,6 @@ copies than the L2 cache holds. Floor: the weight once over 4.28 TB/s; the bar i
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -17,11 +16,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 
 from benchmarks.kernels.bench_moe import BYTES_PER_US, Report, Shape, draw, error_of
+from benchmarks.kernels.results import keep, out_file
 from sidestream.ops.linear import reference, torch_impl, triton_linear
 from sidestream.ops.linear.launches import Launch, launch_for
 
@@ -107,12 +106,12 @@ def compile_one(job: Job) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=out_file)
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
     parser.add_argument("--tables", action="store_true", help="sweep nothing")
     options = parser.parse_args()
     torch.manual_seed(1)
-    report, began = Report(), time.monotonic()
+    report, began = Report(out=options.out), time.monotonic()
     with ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_one, dict.fromkeys(jobs(options.rows, sweep=not options.tables))))
     print(f"compiled after {time.monotonic() - began:.0f} s")
@@ -123,7 +122,7 @@ def main() -> None:
     report.show()
     seconds = round(time.monotonic() - began, 1)
     made = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "seconds": seconds, "rows": report.rows}
-    options.out.write_text(json.dumps(made, indent=1) + "\n")
+    keep(options.out, made)
     print(f"{made['device']}, {seconds} s")
 
 

@@ -11,7 +11,6 @@ gate and up first, then down beside the best of them. ``table`` is what the laun
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernels.results import keep, out_file
 from sidestream.ops.moe import (
     device_impl,
     reference,
@@ -100,7 +100,10 @@ class Shape:
 
 @dataclass
 class Report:
+    """Rows of a table, written to ``out`` after each."""
+
     rows: list[dict[str, Any]] = field(default_factory=list)
+    out: Path | None = None
 
     def add(self, shape: Shape, variant: str, run: Callable[[int], Any], check: Callable[[], float]) -> float:
         """Time in us; infinite for a variant that fails, is wrong, or runs out of shared memory."""
@@ -113,6 +116,7 @@ class Report:
             row["fault"], us = f"{type(fault).__name__}: {str(fault)[:120]}", float("inf")
         row |= {"us": round(us, 2), "over_floor": round(us / shape.floor, 3)} if us < float("inf") else {}
         self.rows.append(row)
+        keep(self.out, {"rows": self.rows})
         return us
 
     def show(self) -> None:
@@ -346,13 +350,13 @@ def jobs(expert_tokens: Iterable[int], router_tokens: Iterable[int], *, sweep: b
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=out_file)
     parser.add_argument("--only", choices=["experts", "route", "elementwise"])
     parser.add_argument("--tables", action="store_true", help="sweep nothing")
     options = parser.parse_args()
     sweep = not options.tables
     torch.manual_seed(1)
-    report, began = Report(), time.monotonic()
+    report, began = Report(out=options.out), time.monotonic()
     parts = (options.only,) if options.only else ("experts", "route", "elementwise")
     expert_tokens = EXPERT_TOKENS if "experts" in parts else ()
     router_tokens = ROUTER_TOKENS if "route" in parts else ()
@@ -378,7 +382,7 @@ def main() -> None:
     report.show()
     seconds = round(time.monotonic() - began, 1)
     made = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "seconds": seconds, "rows": report.rows}
-    options.out.write_text(json.dumps(made, indent=1) + "\n")
+    keep(options.out, made)
     print(f"{made['device']}, {seconds} s")
 
 

@@ -10,15 +10,14 @@ shows that. Floor of the kernels: the logits once over 4.28 TB/s; the bar is 10 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.kernels.bench_moe import BYTES_PER_US, Report, Shape
+from benchmarks.kernels.results import keep, out_file
 from sidestream.core.sampling_params import SamplingParams
 from sidestream.engine.sampler import Sampler, SamplingRow
 from sidestream.ops.draw import torch_impl, triton_draw
@@ -76,10 +75,10 @@ def whole_sampler(rows: int, vocab: int, kind: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=out_file)
     options = parser.parse_args()
     torch.manual_seed(1)
-    report, began, whole = Report(), time.monotonic(), {}
+    report, began, whole = Report(out=options.out), time.monotonic(), {}
     with torch.inference_mode():
         for rows, vocab in SIZES:
             bench_kernels(report, rows, vocab)
@@ -94,7 +93,7 @@ def main() -> None:
         "kernels": report.rows,
         "sampler_us": whole,
     }
-    options.out.write_text(json.dumps(made, indent=1) + "\n")
+    keep(options.out, made)
     print(f"{made['device']}, {made['seconds']} s")
 
 

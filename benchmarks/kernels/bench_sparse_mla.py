@@ -15,8 +15,6 @@ end without tiles 10 us, a merge 5 to 6 us. So 78 / 75 us (bf16 / mxfp8) at batc
 from __future__ import annotations
 
 import itertools
-import json
-import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernels.results import keep, only_file
 from sidestream.ops.kv_rows import KVRowLayout, kv_row_layout, pack_rows
 from sidestream.ops.sparse_mla import torch_impl
 from sidestream.ops.sparse_mla.triton_impl import MAX_SPLITS, sparse_mla
@@ -191,7 +190,12 @@ def main(path: Path) -> None:
             print(f"WRONG {job[0]} {job[2]}: {wrong[key]}")
     print(f"checked {len(jobs)} variants in {time.time() - began:.0f} s, {len(wrong)} wrong")
     pools = {(name, rope): pool_of(layout_of(name, rope), 1 << 20) for name, rope in ROPES.items()}
-    results = []
+    results: list[dict[str, Any]] = []
+    found = {
+        "wrong": {str(key): text for key, text in wrong.items()},
+        "errors": [{"variant": str(job), "error": error} for job, error, _ in checked],
+        "times": results,
+    }
     for shape, launches in plan.items():
         timed = []
         for launch in launches:
@@ -199,6 +203,7 @@ def main(path: Path) -> None:
                 timed.append((time_us(shape, launch, pools), launch))
         ranked = sorted(timed, key=lambda pair: pair[0])
         results += [{**asdict(shape), "floor": floor_us(shape), "us": us, **asdict(one)} for us, one in ranked]
+        keep(path, found)
         bar = "-" if shape.bar is None else f"{shape.bar:.0f}"
         default = next((us for us, one in timed if one == launches[0]), float("nan"))
         print(f"{shape.layout} p={shape.rope} T={shape.tokens} H={shape.heads} W={shape.width}:", end=" ")
@@ -208,18 +213,8 @@ def main(path: Path) -> None:
                 f"    {us:8.1f} us  splits={one.splits} h={one.block_h} n={one.block_n} stages={one.stages} "
                 f"warps={one.warps} parted={one.parted} roles={one.roles} pdl={one.pdl}"
             )
-    path.write_text(
-        json.dumps(
-            {
-                "wrong": {str(k): v for k, v in wrong.items()},
-                "errors": [{"variant": str(job), "error": error} for job, error, _ in checked],
-                "times": results,
-            },
-            indent=1,
-        )
-    )
     print(f"{time.time() - began:.0f} s in all")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(only_file(__doc__))

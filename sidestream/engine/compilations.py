@@ -12,24 +12,46 @@ from typing import Any
 from triton import knobs
 
 _SEEN: list[str] = []
-_WATCHED: list[Callable[..., bool | None]] = []
-"""The hook, once it is in place."""
+_SECONDS: dict[str, float] = {}
+_READ: list[str] = []
+_WATCHED: list[Callable[..., Any]] = []
+"""The hooks, once they are in place."""
 
 
 def watch() -> None:
     """List kernels from here on; what else listens to Triton goes on doing so."""
     if _WATCHED:
         return
-    before = knobs.runtime.jit_post_compile_hook
+    ready_before, compiled_before = knobs.runtime.jit_post_compile_hook, knobs.compilation.listener
 
-    def compiled(**found: Any) -> bool | None:
+    def ready(**found: Any) -> bool | None:
         _SEEN.append(f"{found['repr']} with {found['compile']['constants']}")
-        return before(**found) if before is not None else None
+        return ready_before(**found) if ready_before is not None else None
 
-    _WATCHED.append(compiled)
-    knobs.runtime.jit_post_compile_hook = compiled
+    def compiled(**found: Any) -> None:
+        if found["cache_hit"]:
+            _READ.append(found["src"].name)
+        else:
+            name = f"{len(_SECONDS)} {found['src'].name}"
+            _SECONDS[name] = round(found["times"].total / 1e6, 3)
+        if compiled_before is not None:
+            compiled_before(**found)
+
+    _WATCHED.extend((ready, compiled))
+    knobs.runtime.jit_post_compile_hook = ready
+    knobs.compilation.listener = compiled
 
 
 def seen() -> tuple[str, ...]:
     """Kernels in order of their first launch, each with what it was specialised for."""
     return tuple(_SEEN)
+
+
+def compiled() -> dict[str, float]:
+    """Seconds that the compiler took for each of those that the cache lacked, in order, numbered."""
+    return dict(_SECONDS)
+
+
+def read_back() -> int:
+    """How many the cache had."""
+    return len(_READ)

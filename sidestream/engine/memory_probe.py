@@ -112,7 +112,7 @@ def foresee(
         counted: bytes of those weights and caches.
     """
     runner = make()
-    with _without_graphs(runner), runner.on_device():
+    with without_graphs(runner), runner.on_device():
         for step, params in first:
             run_step(runner, step, vocab_size=vocab_size, params=params)
     shapes = telling_shapes(runner, steps)
@@ -125,7 +125,7 @@ def foresee(
 
 
 @contextmanager
-def _without_graphs(runner: ModelRunner) -> Iterator[None]:
+def without_graphs(runner: ModelRunner) -> Iterator[None]:
     """Steps of the block run kernel by kernel, whatever graphs the runner will have, padded as ever."""
     graphs = runner.graphs
     if graphs is not None:

@@ -1,0 +1,49 @@
+"""What a start compiles, counted without a GPU: all that a load needs, nothing twice, and under Triton's own names."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / "sidestream" / "assets" / "glm5-next-tiny" / "config.json"
+
+
+@pytest.fixture(scope="module")
+def start() -> dict[str, Any]:
+    """Of the bundled model with graphs, and 60 steps of service behind it."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "tests.rehearsed_start", str(CONFIG)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def test_a_load_compiles_nothing_that_the_start_did_not(start: dict[str, Any]) -> None:
+    assert start["late"] == []
+    assert start["stages"]["captures"] > 30
+
+
+def test_steps_of_every_kind_are_needed(start: dict[str, Any]) -> None:
+    """Captures and the largest steps do not meet all kernels, so the test above could fail."""
+    assert start["stages"]["largest steps"] > 0
+    assert start["stages"]["steps of every kind"] > 0
+
+
+def test_what_is_compiled_ahead_is_what_a_launch_looks_for(start: dict[str, Any]) -> None:
+    assert start["unlike"] == []
+
+
+def test_nothing_is_compiled_again_for_how_pointers_lie_or_whether_rows_are_padding(start: dict[str, Any]) -> None:
+    """Each of these took seconds a time."""
+    most = {"_select_kernel": 4, "_pick_kernel": 1, "_choose": 3, "_map_kernel": 1, "_finish": 4, "attend": 3}
+    for name, count in most.items():
+        assert start["counts"].get(name, 0) <= count, name
+    assert sum(start["counts"].values()) <= 65
