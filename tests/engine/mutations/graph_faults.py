@@ -135,8 +135,8 @@ CAPTURES = (
             Edit(
                 KDA,
                 "KimiDeltaAttention._mix",
-                "lengths=[segment.length for segment in inputs.segments]",
-                "lengths=[vars(self).setdefault(f'rows of {len(projected)}', inputs.num_tokens)]",
+                "lengths=tuple(segment.length for segment in inputs.segments)",
+                "lengths=(vars(self).setdefault(f'rows of {len(projected)}', inputs.num_tokens),)",
             ),
         ),
         Workload("full_and_piecewise", "KD"),
