@@ -11,15 +11,25 @@ from sidestream.ops.row_copy import reference, torch_impl, triton_copy
 from sidestream.ops.row_copy.triton_copy import CopyPlan
 from tests.ops.triton_mode import DEVICE
 
-PLANS = [CopyPlan(), CopyPlan(rows=2, programs=2), CopyPlan(rows=4, warps=2, programs=1)]
+PLANS = [
+    CopyPlan(),
+    CopyPlan(rows=2, programs=2),
+    CopyPlan(rows=4, warps=2, programs=1),
+    CopyPlan(vectors=True),
+    CopyPlan(early=True, vectors=True),
+    CopyPlan(rows=2, programs=2, early=True, vectors=True),
+    CopyPlan(rows=4, warps=2, programs=1, early=True),
+    CopyPlan(total=9),
+    CopyPlan(total=1, early=True),
+]
 
 
 def triton_of(plan: CopyPlan) -> Callable[..., None]:
     return lambda *args, **named: triton_copy.copy_rows(*args, **named, plan=plan)
 
 
-@pytest.mark.parametrize("elems", [528, 656, 512, 4])
-@pytest.mark.parametrize("copy", [torch_impl.copy_rows, *map(triton_of, PLANS)], ids=["torch", "1", "2", "4"])
+@pytest.mark.parametrize("elems", [528, 656, 512, 1040, 4])
+@pytest.mark.parametrize("copy", [torch_impl.copy_rows, *map(triton_of, PLANS)], ids=["torch", *map(str, PLANS)])
 def test_rows_arrive_whole_and_nothing_else_changes(copy: Callable[..., None], elems: int) -> None:
     gen = torch.Generator().manual_seed(elems)
     dtype = torch.bfloat16 if elems == 512 else torch.uint8
