@@ -71,7 +71,7 @@ def create_app(service: Service, *, engine: Callable[[], Awaitable[AsyncEngine]]
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
     if settings.api_key is not None:
         app.add_middleware(ApiKey, key=settings.api_key)
-    app.add_middleware(CutOff, on_cut=lambda: service.metrics.refused(503))
+    app.add_middleware(CutOff, on_error=service.metrics.refused)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
@@ -159,7 +159,7 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
 
 
 async def _counted(service: Service, body: SamplingFields, answer: Awaitable[Response]) -> Response:
-    """An answer; errors, which name fields as this body has them, and clients that went away are counted."""
+    """An answer; errors name fields as this body has them, and clients that went away are counted."""
     try:
         return await answer
     except errors.ClientGoneError:
@@ -167,7 +167,6 @@ async def _counted(service: Service, body: SamplingFields, answer: Awaitable[Res
         raise
     except Exception as error:
         known = errors.as_api_error(error, names=body.names())
-        service.metrics.refused(known.status)
         if known.status == 500:
             raise
         raise known from error

@@ -9,7 +9,7 @@ from contextlib import suppress
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sidestream.server.errors import error_answer, unavailable
+from sidestream.server.errors import CLIENT_GONE, error_answer, unavailable
 
 EVENTS = b"text/event-stream"
 
@@ -19,12 +19,12 @@ class CutOff:
     an error event and no ``[DONE]`` in a stream. It stands outside of everything that answers.
 
     Args:
-        on_cut: called for each.
+        on_error: told the status of every answer that is an error, these among them.
     """
 
-    def __init__(self, app: ASGIApp, *, on_cut: Callable[[], None]) -> None:
+    def __init__(self, app: ASGIApp, *, on_error: Callable[[int], None]) -> None:
         self._app = app
-        self._on_cut = on_cut
+        self._on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -37,6 +37,8 @@ class CutOff:
             nonlocal started, ended
             if message["type"] == "http.response.start":
                 started = message
+                if message["status"] >= 400 and message["status"] != CLIENT_GONE:
+                    self._on_error(message["status"])
             else:
                 ended = not message.get("more_body", False)
             await send(message)
@@ -47,11 +49,11 @@ class CutOff:
             task = asyncio.current_task()
             assert task is not None, "a coroutine is cancelled outside of any task"
             task.uncancel()
-            self._on_cut()
             error = unavailable("the server is stopping and could not wait for the end of this answer", "stopping")
             if started is None:
-                await error_answer(error)(scope, receive, send)
+                await error_answer(error)(scope, receive, noted)
             elif not ended and _is_stream(started):
+                self._on_error(error.status)
                 with suppress(OSError):
                     event = b"data: " + msgspec.json.encode(error.body) + b"\n\n"
                     await send({"type": "http.response.body", "body": event, "more_body": False})

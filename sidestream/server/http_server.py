@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
+from sidestream.server.connection import Connection
+
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that they close them and none is closed under a new request."""
 
@@ -23,6 +25,8 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=Connection,
+                ws="none",
                 log_level="warning",
                 access_log=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,

@@ -10,12 +10,14 @@ from typing import Any, NoReturn
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
+from sidestream.errors import RequestError
 from sidestream.server.errors import ApiError, WhileReadingError
 
 MAX_DEPTH = 100
 """Objects and lists within each other. Python's own limit is lower in places that a body reaches later."""
 MAX_NAMES = 65536
 """Of one object."""
+BODY = "the body"
 
 
 class JSONRoute(APIRoute):
@@ -42,18 +44,37 @@ def parsed(body: bytes) -> Any:
         WhileReadingError: 400, it is no JSON, or holds NaN, a name twice, or too many levels or names.
     """
     try:
+        return _parsed(body, BODY)
+    except RequestError as error:
+        param, code = error.param, error.code
+        raise WhileReadingError(ApiError(400, str(error), param=param, code=code)) from None
+
+
+def check_json(text: str, name: str) -> None:
+    """RequestError if a field's text is no JSON by the same rules."""
+    try:
+        _parsed(text.encode(), name)
+    except RequestError as error:
+        raise RequestError(str(error), param=name) from None
+
+
+def _parsed(body: bytes, what: str) -> Any:
+    try:
         value = json.loads(body, object_pairs_hook=_object, parse_constant=_not_finite, parse_float=_float)
     except _NotFiniteError:
-        _refuse_not_finite(json.loads(body))
+        _refuse_not_finite(json.loads(body), what)
     except json.JSONDecodeError as error:
-        _refuse(f"the body is not JSON: {error.msg} at line {error.lineno}, column {error.colno}")
+        _refuse(f"{what} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}")
     except UnicodeDecodeError as error:
-        _refuse(f"the body is not text in UTF-8: byte {error.start} is {error.object[error.start]:#04x}")
+        _refuse(f"{what} is not text in UTF-8: byte {error.start} is {error.object[error.start]:#04x}")
     except RecursionError:
-        _refuse(f"the body has more than {MAX_DEPTH} levels of objects and lists")
+        _refuse(f"{what} has more than {MAX_DEPTH} levels of objects and lists")
+    except RequestError as error:
+        _refuse(f"{what} {error}", param=error.param)
     except ValueError:
-        _refuse("the body holds an integer of more digits than any field takes")
-    _check_depth(body, value)
+        _refuse(f"{what} holds an integer of more digits than any field takes")
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _is_deep(value):
+        _refuse(f"{what} has more than {MAX_DEPTH} levels of objects and lists")
     return value
 
 
@@ -74,23 +95,23 @@ def _float(text: str) -> float:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(pairs) > MAX_NAMES:
-        _refuse(f"an object of the body has {len(pairs)} names, the limit is {MAX_NAMES}")
+        _refuse(f"holds an object of {len(pairs)} names, the limit is {MAX_NAMES}")
     made = dict(pairs)
     if len(made) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        _refuse(f"{twice[:80]!a} stands twice in one object of the body", param=twice[:80])
+        _refuse(f"holds {twice[:80]!a} twice in one object", param=twice[:80])
     return made
 
 
-def _refuse_not_finite(value: Any) -> NoReturn:
+def _refuse_not_finite(value: Any, what: str) -> NoReturn:
     """Name the field that holds a number which is none in JSON."""
     level: list[tuple[str, Any]] = [("", value)]
     while level:
         for path, item in level:
             if isinstance(item, float) and not math.isfinite(item):
-                where = path or "the body"
                 shown = json.dumps(item)
+                where = path if path and what == BODY else f"{what}.{path}".removesuffix(".")
                 _refuse(f"{where} is {shown}, which is not JSON: numbers must be finite", param=path or None)
         level = [
             (f"{path}.{name}".removeprefix("."), child)
@@ -101,21 +122,17 @@ def _refuse_not_finite(value: Any) -> NoReturn:
     raise AssertionError("a number that is not finite was read once, and not again")
 
 
-def _check_depth(body: bytes, value: Any) -> None:
-    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
-        return
-    level, depth = [value], 0
-    while level:
-        depth += 1
-        if depth > MAX_DEPTH:
-            _refuse(f"the body has more than {MAX_DEPTH} levels of objects and lists")
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
         level = [
             child
             for item in level
             for child in (item.values() if isinstance(item, dict) else item)
             if isinstance(child, dict | list)
         ]
+    return bool(level)
 
 
 def _refuse(message: str, *, param: str | None = None) -> NoReturn:
-    raise WhileReadingError(ApiError(400, message, param=param, code="invalid_json"))
+    raise RequestError(message, param=param, code="invalid_json")

@@ -14,6 +14,7 @@ from sidestream.engine.startup_clock import PhaseProgress
 from sidestream.engine.wire import EngineState, Ready
 from sidestream.errors import RequestError
 from sidestream.server.errors import ApiError, shown, unavailable
+from sidestream.server.json_body import check_json
 from sidestream.server.metrics import Metrics, RequestClock
 from sidestream.server.parsers import NO_PARSER, OF_ARCHITECTURE
 from sidestream.server.protocol import ResponseFormat, SamplingFields
@@ -168,6 +169,8 @@ def _structured(body: SamplingFields) -> StructuredOutputs | None:
     if form is not None and asked is not None:
         raise RequestError("structured_outputs and response_format are given; give one of them")
     if form is not None:
+        if isinstance(form.json_, str):
+            check_json(form.json_, "structured_outputs.json")
         return StructuredOutputs(**form.model_dump(exclude_none=True, by_alias=True))
     return None if asked is None else _of_format(asked)
 

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
-import uvicorn
 from fastapi import FastAPI
 
 from sidestream.config.engine import EngineConfig
@@ -27,6 +26,7 @@ from sidestream.engine.output_processor import OutputProcessor
 from sidestream.engine.tokenizer import load_tokenizer
 from sidestream.engine.wire import EngineState
 from sidestream.server.app import create_app
+from sidestream.server.http_server import HttpServer
 from sidestream.server.service import Service
 from sidestream.server.settings import ServerSettings
 
@@ -63,6 +63,13 @@ class StandIn:
     async def tokenizing(self, work: Callable[[], Any]) -> Any:
         return work()
 
+    async def died(self) -> str:
+        never: asyncio.Future[str] = asyncio.Future()
+        return await never
+
+    async def stop(self) -> None:
+        return None
+
     async def stream(self, batch: Sequence[ProcessedPrompt]) -> AsyncGenerator[list[Delta], None]:
         self.open += 1
         try:
@@ -87,12 +94,13 @@ def make(**settings: Any) -> tuple[FastAPI, Service, StandIn]:
     folder = bundled_model()
     service = Service(ServerSettings(folder=folder, model_name=MODEL, engine=EngineConfig(), **settings))
 
-    async def never() -> Any:
-        raise AssertionError("the lifespan is not run here")
+    engine: Any = StandIn(folder, nothing)
 
-    app = create_app(service, engine=never, end=lambda: None)
-    engine = StandIn(folder, nothing)
-    service.serve(engine)  # type: ignore[arg-type]
+    async def start() -> Any:
+        return engine
+
+    app = create_app(service, engine=start, end=lambda: None)
+    service.serve(engine)
     return app, service, engine
 
 
@@ -100,13 +108,13 @@ def make(**settings: Any) -> tuple[FastAPI, Service, StandIn]:
 def served(app: FastAPI) -> Iterator[str]:
     """The application on a free port of this machine, in a thread; its address."""
     with socket.create_server(("127.0.0.1", 0)) as bound:
-        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="warning", timeout_graceful_shutdown=1))
+        server = HttpServer(app, drain_seconds=1)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         try:
             yield f"http://127.0.0.1:{bound.getsockname()[1]}"
         finally:
-            server.should_exit = True
+            server.stop()
             thread.join()
 
 

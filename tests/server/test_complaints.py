@@ -249,14 +249,14 @@ def test_a_name_is_offered_only_where_it_is_near(
             b'{"prompt": "a", "logit_bias": {"5": 1e999}}',
             "logit_bias.5 is Infinity, which is not JSON: numbers must be finite",
         ),
-        (b'{"prompt": "a", "n": 1, "n": 2}', "'n' stands twice in one object of the body"),
+        (b'{"prompt": "a", "n": 1, "n": 2}', "the body holds 'n' twice in one object"),
         (
             b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
             "the body holds an integer of more digits than any field takes",
         ),
         (
             b'{"prompt": "a", "logit_bias": {' + b",".join(b'"%d":1' % i for i in range(65537)) + b"}}",
-            "an object of the body has 65537 names, the limit is 65536",
+            "the body holds an object of 65537 names, the limit is 65536",
         ),
     ],
 )

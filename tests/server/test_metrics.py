@@ -155,9 +155,16 @@ def test_a_server_whose_engine_is_starting_has_metrics() -> None:
 
 
 def test_refusals_are_counted_by_status(server: LiveServer) -> None:
-    before = server.metric("sidestream:requests_refused_total", status="400")
+    """Wherever they are refused: by a field's range or type, before a body is read, or for want of a path."""
+    statuses = ("400", "404", "413")
+    before = [server.metric("sidestream:requests_refused_total", status=status) for status in statuses]
     server.post("/v1/completions", {"prompt": PROMPT, "top_p": 2})
-    assert server.metric("sidestream:requests_refused_total", status="400") == before + 1
+    server.post("/v1/completions", {"prompt": PROMPT, "top_p": "x"})
+    server.post("/tokenize", b"{")
+    server.post("/v1/embeddings", {})
+    server.post("/v1/completions", b" " * 1_000_001)
+    after = [server.metric("sidestream:requests_refused_total", status=status) for status in statuses]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [3, 1, 1]
 
 
 def test_what_the_engine_refuses_is_no_completion(server: LiveServer) -> None:

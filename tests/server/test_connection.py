@@ -1,0 +1,132 @@
+"""Connections that misbehave: heads without end, clients that do not read, methods that are not served."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+
+from sidestream.engine.async_engine import Delta
+from sidestream.engine.input_processor import ProcessedPrompt
+from tests.server.in_process import StandIn, make, served
+
+SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def stand_in() -> Iterator[tuple[str, StandIn]]:
+    app, _, engine = make()
+    with served(app) as address:
+        yield address, engine
+
+
+def connect(address: str) -> socket.socket:
+    host, port = address.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=SECONDS)
+
+
+def read_answer(client: socket.socket) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of one answer."""
+    file = client.makefile("rb")
+    status = int(file.readline().split()[1])
+    headers = dict(line.decode().lower().split(": ", 1) for line in iter(file.readline, b"\r\n"))
+    return status, headers, file.read(int(headers["content-length"]))
+
+
+def head(size: int) -> bytes:
+    """A request for ``/health`` with a head of so many bytes."""
+    start = b"GET /health HTTP/1.1\r\nhost: x\r\nx-filler: "
+    return start + b"a" * (size - len(start) - 4) + b"\r\n\r\n"
+
+
+def test_a_head_without_end_is_refused_and_its_sender_hung_up_on(stand_in: tuple[str, StandIn]) -> None:
+    with connect(stand_in[0]) as client:
+        client.sendall(head(60_000))
+        assert read_answer(client)[0] == 200
+        client.sendall(head(60_000))
+        assert read_answer(client)[0] == 200, "the next head is counted from its own beginning"
+        client.sendall(head(200_000)[:150_000])
+        status, headers, body = read_answer(client)
+        assert (status, headers["connection"].strip()) == (431, "close")
+        assert json.loads(body)["error"]["code"] == "headers_too_large"
+        assert "65536 bytes" in json.loads(body)["error"]["message"]
+        with suppress(ConnectionResetError):
+            assert client.recv(1) == b""
+
+
+def test_a_large_body_is_no_head(stand_in: tuple[str, StandIn]) -> None:
+    body = json.dumps({"prompt": "a" * 300_000}).encode()
+    answer = httpx.post(stand_in[0] + "/tokenize", content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["count"] > 0) == (200, True)
+
+
+def test_a_client_that_does_not_read_holds_back_its_own_answer(stand_in: tuple[str, StandIn]) -> None:
+    """What waits for it is bounded by buffers of the machine, however much there is to say; others are served."""
+    address, engine = stand_in
+    made, piece = 0, "x" * 100_000
+
+    async def endless(batch: Sequence[ProcessedPrompt]) -> AsyncGenerator[list[Delta], None]:
+        nonlocal made
+        while True:
+            made += 1
+            yield [engine.delta(batch[0], piece)]
+            await asyncio.sleep(0)
+
+    engine.script = endless
+    body = json.dumps({"prompt": "a", "stream": True}).encode()
+    with connect(address) as client:
+        start = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        client.sendall(start + f"content-length: {len(body)}\r\n\r\n".encode() + body)
+        before = -1
+        deadline = time.monotonic() + SECONDS
+        while made != before or not made:
+            assert time.monotonic() < deadline, f"{made} pieces were made, and nobody reads them"
+            before = made
+            time.sleep(0.5)
+        assert made * len(piece) < 64 * 2**20
+        assert httpx.get(address + "/health").status_code == 200
+    while engine.open:
+        assert time.monotonic() < deadline, "the client is gone, its request is not"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("method", ["HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"])
+@pytest.mark.parametrize(("path", "allowed"), [("/health", "GET"), ("/v1/completions", "POST")])
+def test_other_methods(stand_in: tuple[str, StandIn], method: str, path: str, allowed: str) -> None:
+    answer = httpx.request(method, stand_in[0] + path)
+    assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+    assert method == "HEAD" or answer.json()["error"]["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/nowhere", "/v1/models/%00", "/v1/models/%ff", "/?" + "a=b&" * 999]
+)
+def test_a_websocket_is_not_opened(stand_in: tuple[str, StandIn], path: str) -> None:
+    key: dict[str, Any] = {"sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ==", "sec-websocket-version": "13"}
+    answer = httpx.get(stand_in[0] + path, headers={"connection": "upgrade", "upgrade": "websocket", **key})
+    assert answer.status_code in (404, 405)
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999999999999999\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\n{}a",
+        b"POST /a HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\ncontent-length: 2\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nZZ\r\n",
+        b"\x16\x03\x01\x02\x00 no HTTP at all \r\n\r\n",
+    ],
+)
+def test_what_is_no_proper_http_is_400(stand_in: tuple[str, StandIn], request_bytes: bytes) -> None:
+    with connect(stand_in[0]) as client:
+        client.sendall(request_bytes)
+        assert client.makefile("rb").read(12) == b"HTTP/1.1 400"
