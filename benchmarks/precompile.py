@@ -146,6 +146,7 @@ def main() -> int:
         for start in starts:
             print(json.dumps({"name": start.name, **asdict(start.user)}, default=str))
         return 0
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU that is there is not to be asked
     found = precompile(starts, workers=args.workers)
     functions = sorted(found["functions"].items(), key=lambda entry: -entry[1]["seconds"])
     for name, taken in functions:
