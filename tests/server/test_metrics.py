@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -56,6 +57,9 @@ def test_the_page_parses_and_every_sample_names_the_model(server: LiveServer) ->
     vllm = {f"vllm:{name}": kind for kind, names in VLLM.items() for name in names.split()}
     kinds = {name: family.type for name, family in families.items() if re.fullmatch("vllm:.*(?<!_created)", name)}
     assert kinds == vllm
+    page = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    own = [name for name in families if name.startswith("sidestream:") and not name.endswith("_created")]
+    assert [name for name in (*vllm, *own) if name.partition(":")[2] not in page] == [], "documented"
     assert not any(sample.name.endswith("_total_total") for family in families.values() for sample in family.samples)
     for family in families.values():
         assert family.documentation
