@@ -20,7 +20,7 @@ from sidestream.engine.sampled_tokens import PendingTokens, SampledTokens
 from sidestream.engine.sampler import Sampler, SamplingRow
 from sidestream.engine.step_clock import StepClock
 from sidestream.engine.token_masks import NoMasks, TokenMasks
-from sidestream.scheduler.config import SchedulerConfig
+from sidestream.scheduler.config import DEFAULT_SHARED_PREFIX_WAIT, PACED_SHARED_PREFIX_WAIT, SchedulerConfig
 from sidestream.scheduler.prefill_pacer import PrefillPacer
 from sidestream.scheduler.scheduler import Scheduler
 
@@ -135,6 +135,7 @@ class EngineCore:
                 num_snapshots=built.num_snapshots,
                 snapshot_interval=config.snapshot_interval,
                 max_prefill_context=None if built.pools.hosted is None else built.pools.hosted.sizes.context_limit,
+                shared_prefix_wait=DEFAULT_SHARED_PREFIX_WAIT if self._pacer is None else PACED_SHARED_PREFIX_WAIT,
                 prefix_salt=chain_root(repr((config.model, config.dtype, config.kv_cache_dtype)).encode()),
             ),
             pacer=self._pacer,

@@ -10,6 +10,8 @@ from sidestream.errors import CapacityError, ConfigError, RequestError
 
 DEFAULT_PREFILL_QUANTUM = 64
 DEFAULT_SHARED_PREFIX_WAIT = 256
+PACED_SHARED_PREFIX_WAIT = 4096
+"""With a pacer, whose chunks are small: a prompt may take so many steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

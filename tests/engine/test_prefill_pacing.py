@@ -10,9 +10,11 @@ import torch
 
 from sidestream import LLM, ConfigError, SamplingParams
 from sidestream.config.engine import EngineConfig
+from sidestream.core.batch import ScheduledStep
 from sidestream.engine.core import EngineCore
 from sidestream.engine.engine_process import for_service
 from sidestream.engine.step_clock import StepClock
+from sidestream.scheduler.config import DEFAULT_SHARED_PREFIX_WAIT
 from tests.engine.harness import oracle_logprobs, random_sequences
 from tests.engine.llm_fixtures import check_greedy, make_checkpoint
 from tests.tolerances import PARITY_LOGPROB
@@ -73,6 +75,34 @@ def test_answers_are_the_oracle_s_whatever_the_chunks(checkpoint: Checkpoint, se
             for token, entry in (row or {}).items():
                 assert abs(entry.logprob - float(expected[position - 1, token])) < PARITY_LOGPROB
     llm.core.scheduler.check_integrity()
+
+
+def test_others_wait_for_a_shared_prefix_however_many_steps_it_takes(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a decode whose steps are short, prefill is so dear that the prefix takes hundreds of steps."""
+    folder, _ = checkpoint
+    llm = LLM(folder, prefill_pacing=True, block_size=8, max_num_seqs=6, max_model_len=800, num_blocks=500)
+    time, steps = [0.0], [0]
+    llm.core = EngineCore(llm.built, clock=StepClock(lambda: time[0]))
+    plan = llm.core.scheduler.schedule
+
+    def timed() -> ScheduledStep | None:
+        step = plan()
+        if step is not None:
+            steps[0] += 1
+            time[0] += 0.001 + 0.05 * sum(chunk.length for chunk in step.chunks if not chunk.is_decode)
+        return step
+
+    monkeypatch.setattr(llm.core.scheduler, "schedule", timed)
+    prefix = random_sequences((640,), vocab=136, seed=3)[0]
+    begins, *asks = [[5, 6, 7], [*prefix, 9], [*prefix, 11]]
+    stream = llm.stream(begins, SamplingParams(temperature=0, max_tokens=790, ignore_eos=True))
+    next(stream)
+    outputs = llm.generate(asks, SamplingParams(temperature=0, max_tokens=1))
+    assert steps[0] > DEFAULT_SHARED_PREFIX_WAIT
+    assert [output.cached_tokens for output in outputs] == [0, 640]
+    stream.close()
 
 
 def test_it_is_on_in_service_and_off_elsewhere_unless_asked_for(checkpoint: Checkpoint) -> None:
