@@ -220,7 +220,7 @@ class Replay:
 
     def _begin(self, recipe: Recipe) -> int:
         """A slot for its own chunks."""
-        if recipe.state is None:
+        if recipe.state is None or not self._engine.built.pools._states:
             return self._new_slot()
         other, end = recipe.state
         self._run(other)

@@ -18,7 +18,7 @@ from tests.engine.prefix.test_prompts import HYBRID, Model, check_bits
 STEM, ONE, TWO, THREE, ELSE = random_sequences((128, 40, 40, 40, 130), vocab=VOCAB, seed=6)
 
 
-@pytest.fixture(scope="module", params=["next", "kimi", "dsa"])
+@pytest.fixture(scope="module", params=["next", "kimi", "dsa", "deepseek"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -92,6 +92,7 @@ def test_prompt_logprobs_pass_by_the_cache(model: Model) -> None:
 
 def test_a_snapshot_is_evicted_while_its_blocks_stay(model: Model) -> None:
     serving = Serving(model.folder, num_prefix_snapshots=1)
+    uncached = Replay(model.folder)
     serving.serve("first", [*STEM, 9], max_tokens=1)
     serving.serve("other", ELSE, max_tokens=1)
     served = serving.serve("again", [*STEM, 10, 11], max_tokens=2)
@@ -100,9 +101,11 @@ def test_a_snapshot_is_evicted_while_its_blocks_stay(model: Model) -> None:
     else:
         assert served.cached_tokens == 128
     model.check(served)
+    check_bits(uncached, served)
     once_more = serving.serve("once more", [*STEM, 12], max_tokens=1)
     assert once_more.cached_tokens == 128
     model.check(once_more)
+    check_bits(uncached, once_more)
 
 
 def test_blocks_are_evicted_with_the_snapshot_behind_them(model: Model) -> None:
@@ -134,11 +137,14 @@ def test_preempted_requests_take_over_what_they_had(model: Model) -> None:
 def test_slots_and_blocks_used_again_hold_nothing_of_the_last_owner(model: Model) -> None:
     """One slot: what it is given is either zero, by a first chunk, or the snapshot."""
     serving = Serving(model.folder, max_num_seqs=1, num_blocks=24)
+    uncached = Replay(model.folder)
     rng = random.Random(3)
     for turn in range(12):
         stem = (STEM, ELSE)[turn % 2]
         prompt = stem[: rng.choice((1, 16, 17, 64, 65, 128))] + [9 + turn] * rng.randrange(3)
-        model.check(serving.serve(f"r{turn}", prompt, max_tokens=2))
+        served = serving.serve(f"r{turn}", prompt, max_tokens=2)
+        model.check(served)
+        check_bits(uncached, served)
     assert serving.core.scheduler.prefix_stats.hits > 0
 
 
