@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,9 +11,10 @@ import pytest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from sidestream.cache.hisparse import HiSparseStats
 from sidestream.engine.wire import EngineState
-from sidestream.server.metrics import Metrics
-from tests.server.live_server import LiveServer
+from sidestream.server.metrics import HISPARSE, Metrics
+from tests.server.live_server import LiveServer, live_server
 
 PROMPT = "Question: What is 12 + 30?\nAnswer:"
 COUNTED = (
@@ -81,6 +83,16 @@ def test_a_host_pool_is_reported_where_there_is_one(server: LiveServer) -> None:
     assert families["sidestream:hisparse_spilled_bytes"].type == "counter"
     assert families["sidestream:hisparse_spilled_bytes"].samples[0].value == 4096
     assert families["sidestream:hisparse_free_host_blocks"].type == "gauge"
+    assert {field.name for field in fields(HiSparseStats)} == set(HISPARSE), "each is known by name"
+
+
+def test_a_server_with_a_host_pool_reports_it() -> None:
+    with live_server("--hisparse-host-memory", "32MiB", "--num-blocks", "40") as server:
+        server.await_ready()
+        _, text = server.get("/metrics")
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        assert families["sidestream:hisparse_free_host_blocks"].samples[0].value > 0
+        assert {f"sidestream:hisparse_{name}" for name in HISPARSE} <= set(families)
 
 
 def test_tokens_and_requests_are_counted_once(server: LiveServer) -> None:
