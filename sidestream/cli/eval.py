@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from importlib import resources
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from sidestream.cli.engine_options import CudagraphMode, Device, Dtype, KvCacheDtype, MaxNumSeqs, MemoryLimit
+from sidestream.config.engine import DEFAULT_MAX_NUM_SEQS
 from sidestream.core.sampling_params import SamplingParams
+from sidestream.engine.bundled import bundled_model, bundled_questions
 from sidestream.errors import RequestError, SidestreamError
 
 if TYPE_CHECKING:
@@ -28,87 +32,147 @@ Each line has `question` and `answer`, the answer ending with `#### NUMBER`, as 
 arithmetic questions that the bundled checkpoint never saw are asked. Answers are greedy. A text without `#### NUMBER`
 is invalid and counts as wrong.
 
+Worked examples (`--shots`) are the first ones of `--shots-file`. Without that file they are the first ones of FILE, and
+only the rest is asked. No question is ever among its own examples.
+
+**Examples**
+
 - `sidestream eval`
-- `sidestream eval gsm8k_test.jsonl --model path/to/checkpoint --shots 8 --shot-file gsm8k_train.jsonl`
+- `sidestream eval gsm8k_test.jsonl --model path/to/checkpoint --shots 8 --shots-file gsm8k_train.jsonl`
 - `sidestream eval --url http://localhost:8000` asks a running server instead
-- `sidestream eval --cudagraph-mode piecewise --json result.json --items answers.jsonl`
+- `sidestream eval --cudagraph-mode piecewise --json score.json --output answers.jsonl`
 """
+ASKING = "Questions"
 
 
 def evaluate(
-    file: Annotated[Path | None, typer.Argument(help="Questions; `question` and `answer` a line.")] = None,
-    model: Annotated[Path | None, typer.Option("--model", "-m", help="Folder of a hub checkpoint.")] = None,
-    url: Annotated[str | None, typer.Option(help="Ask this server, not an engine of our own.")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="SIDESTREAM_API_KEY", help="The server's key.")] = None,
-    shots: Annotated[int, typer.Option(help="Worked examples before each question.")] = 0,
-    shot_file: Annotated[Path | None, typer.Option(help="Where they come from, the first ones.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask through the chat template.")] = False,
-    limit: Annotated[int | None, typer.Option(help="Ask only so many questions.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Upper bound of an answer.")] = 256,
-    concurrency: Annotated[int, typer.Option(help="Requests to the server at once.")] = 16,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the score there.")] = None,
-    items_file: Annotated[Path | None, typer.Option("--items", help="Write each answer there, JSON lines.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or sim (a GPU simulated on the CPU).")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto, bf16, fp8_ds_mla or mxfp8.")] = "auto",
-    cudagraph_mode: Annotated[str, typer.Option(help="auto, none, piecewise, full or full_and_piecewise.")] = "auto",
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 32,
-    memory_limit: Annotated[str | None, typer.Option(help="'8GiB' or '60%'.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="Questions; `question` and `answer` a line.", show_default="100 bundled ones")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", "-m", help="Folder of a hub checkpoint.", show_default="the bundled one")
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Ask the server at this address.", show_default="an engine of this command's own"),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="SIDESTREAM_API_KEY", show_envvar=True, help="The server's key.", show_default="none"),
+    ] = None,
+    shots: Annotated[int, typer.Option(help="Worked examples before each question.", rich_help_panel=ASKING)] = 0,
+    shots_file: Annotated[
+        Path | None,
+        typer.Option(help="Where examples come from.", show_default="the front of FILE", rich_help_panel=ASKING),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask through the chat template.", rich_help_panel=ASKING)
+    ] = False,
+    limit: Annotated[
+        int | None,
+        typer.Option(help="Ask the first so many questions.", show_default="all", rich_help_panel=ASKING),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Upper bound of an answer, in tokens.", rich_help_panel=ASKING)] = 256,
+    concurrency: Annotated[int, typer.Option(help="Requests to the server at once.", rich_help_panel=ASKING)] = 16,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the score to this file.", show_default="nowhere")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Write each answer there as it comes, as JSON lines.", show_default="nowhere"
+        ),
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    max_num_seqs: MaxNumSeqs = DEFAULT_MAX_NUM_SEQS,
+    cudagraph_mode: CudagraphMode = "auto",
+    memory_limit: MemoryLimit = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
 ) -> None:
     from sidestream.engine.exact_match import STOP, judge, score
 
-    items, examples = _items(file, shots=shots, shot_file=shot_file, limit=limit)
+    file = file or bundled_questions()
+    items, source = _items(file, shots=shots, shots_file=shots_file, limit=limit)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop=STOP)
-    prompts = _prompts(items, examples, chat=chat)
+    prompts = _prompts(items, source, shots=shots, chat=chat)
+    settings = {
+        "device": device,
+        "dtype": dtype,
+        "kv_cache_dtype": kv_cache_dtype,
+        "cudagraph_mode": cudagraph_mode,
+        "max_num_seqs": max_num_seqs,
+        "memory_limit": memory_limit,
+    }
+    asked: dict[str, Any] = {"file": file.name, "max_tokens": max_tokens, "chat": chat, "shots": shots}
+    if shots:
+        asked["shots_file"] = (shots_file or file).name
+        rest = "" if shots_file is not None else ", which are not asked"
+        print(f"examples: the first {shots} of {shots_file or file}{rest}; {len(items)} questions", file=sys.stderr)
     if url is not None:
         answers = _through_server(url, prompts, params, key=api_key, concurrency=concurrency)
+        asked |= {"url": url}
     else:
-        settings = {
-            "device": device,
-            "dtype": dtype,
-            "kv_cache_dtype": kv_cache_dtype,
-            "cudagraph_mode": cudagraph_mode,
-            "max_num_seqs": max_num_seqs,
-            "memory_limit": memory_limit,
-        }
         answers = _on_engine(model, prompts, params, settings)
+        asked |= {"model": (model or bundled_model()).name, "device": device, "cudagraph_mode": cudagraph_mode}
     found: dict[int, Judged] = {}
-    with _Asking(len(items)) as advance:
+    with _Asking(len(items)) as advance, _lines(output) as write:
         for index, text in answers:
             found[index] = judge(items[index], text)
+            write(json.dumps(found[index].as_json(index), ensure_ascii=False))
             advance(found[index].correct)
-    judged = [found[index] for index in range(len(items))]
-    result = score(judged)
-    _report(result, judged, json_file=json_file, items_file=items_file)
+    _report(score([found[index] for index in range(len(items))]), asked, json_file=json_file)
 
 
 evaluate.__doc__ = HELP
 
 
-def _items(
-    file: Path | None, *, shots: int, shot_file: Path | None, limit: int | None
-) -> tuple[list[Item], list[Item]]:
-    """Questions and worked examples; without a file for those, they are taken from the front and not asked."""
+def _items(file: Path, *, shots: int, shots_file: Path | None, limit: int | None) -> tuple[list[Item], list[Item]]:
+    """Questions to ask, and where examples come from: without a file of their own, the front of the questions."""
     from sidestream.engine.exact_match import read_items
 
     if shots < 0 or (limit is not None and limit < 1):
         raise RequestError(f"shots is {shots} and limit {limit}; at least 0 and 1 are needed")
-    items = read_items(file or Path(str(resources.files("sidestream"))) / "assets" / "arithmetic.jsonl")
-    source = items if shot_file is None else read_items(shot_file)
+    items = read_items(file)
+    source = items if shots_file is None else read_items(shots_file)
     if len(source) < shots:
-        raise RequestError(f"shots is {shots}, and there are {len(source)} examples")
-    rest = items[shots:] if shot_file is None else items
+        raise RequestError(f"shots is {shots}, and there are {len(source)} examples in {shots_file or file}")
+    rest = items[shots:] if shots_file is None else items
     if not rest:
-        raise RequestError(f"shots is {shots}, which leaves no question to ask")
-    return rest[:limit], source[:shots]
+        raise RequestError(f"shots is {shots}, which leaves no question to ask; give --shots-file")
+    return rest[:limit], source
 
 
-def _prompts(items: Sequence[Item], examples: Sequence[Item], *, chat: bool) -> list[dict[str, Any]]:
-    from sidestream.engine.exact_match import chat_prompt, plain_prompt
+def _prompts(items: Sequence[Item], source: Sequence[Item], *, shots: int, chat: bool) -> list[dict[str, Any]]:
+    from sidestream.engine.exact_match import chat_prompt, examples_for, plain_prompt
 
-    if chat:
-        return [{"messages": chat_prompt(examples, item.question)} for item in items]
-    return [{"prompt": plain_prompt(examples, item.question)} for item in items]
+    made: list[dict[str, Any]] = []
+    for item in items:
+        examples = examples_for(item.question, source, shots)
+        if chat:
+            made.append({"messages": chat_prompt(examples, item.question)})
+        else:
+            made.append({"prompt": plain_prompt(examples, item.question)})
+    return made
+
+
+@contextmanager
+def _lines(path: Path | None) -> Iterator[Callable[[str], None]]:
+    """Writes a line at a time, so that what was answered is there whatever happens."""
+    if path is None:
+        yield lambda line: None
+        return
+    try:
+        file = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"cannot write {path}: {error}") from error
+
+    def write(line: str) -> None:
+        file.write(line + "\n")
+        file.flush()
+
+    with file:
+        yield write
 
 
 def _on_engine(
@@ -154,12 +218,14 @@ def _post(url: str, body: dict[str, Any], key: str | None) -> dict[str, Any]:
 
 
 class _Asking:
-    """A bar on stderr with the share of right answers so far."""
+    """Progress on stderr with the share of right answers so far: a bar on a terminal, ten lines elsewhere."""
 
     def __init__(self, total: int) -> None:
+        self._console = Console(stderr=True, highlight=False)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._bar = Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
         self._task = self._bar.add_task("asking", total=total)
+        self._total = total
         self._asked = self._right = 0
 
     def __enter__(self) -> Callable[[bool], None]:
@@ -170,16 +236,17 @@ class _Asking:
         self._bar.stop()
 
     def _advance(self, correct: bool) -> None:
+        tenths = 10 * self._asked // self._total
         self._asked += 1
         self._right += correct
         self._bar.update(self._task, advance=1, description=f"{self._right} of {self._asked} right")
+        if not self._console.is_terminal and 10 * self._asked // self._total > tenths:
+            print(f"{self._asked} of {self._total} asked, {self._right} right", file=sys.stderr, flush=True)
 
 
-def _report(result: Score, judged: Sequence[Judged], *, json_file: Path | None, items_file: Path | None) -> None:
-    if items_file is not None:
-        lines = [json.dumps(entry.as_json(index), ensure_ascii=False) for index, entry in enumerate(judged)]
-        items_file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+def _report(result: Score, asked: dict[str, Any], *, json_file: Path | None) -> None:
     figures = {
+        **asked,
         "items": result.items,
         "correct": result.correct,
         "invalid": result.invalid,
@@ -187,7 +254,10 @@ def _report(result: Score, judged: Sequence[Judged], *, json_file: Path | None, 
         "invalid_rate": result.invalid_rate,
     }
     if json_file is not None:
-        json_file.write_text(json.dumps(figures, indent=1) + "\n")
+        try:
+            json_file.write_text(json.dumps(figures, indent=1) + "\n")
+        except OSError as error:
+            raise RequestError(f"cannot write {json_file}: {error}") from error
     print(
         f"{result.correct} of {result.items} right, accuracy {result.accuracy:.4f}; "
         f"{result.invalid} without a final answer, invalid rate {result.invalid_rate:.4f}"

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -43,6 +40,7 @@ from sidestream.cli.engine_options import (
     PrefixSnapshotInterval,
     StreamPolicy,
 )
+from sidestream.cli.prompt_lines import PROMPT_KEYS, SAMPLING_KEYS, read_prompts, with_overrides
 from sidestream.config.engine import DEFAULT_BLOCK_SIZE, DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
 from sidestream.core.outputs import Logprob, RequestOutput
 from sidestream.core.sampling_params import SamplingParams
@@ -51,10 +49,7 @@ from sidestream.errors import RequestError
 if TYPE_CHECKING:
     from sidestream.engine.llm import LLM, TextDelta
 
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
-SAMPLING_KEYS = tuple(field.name for field in fields(SamplingParams))
-ANSWER_KEYS = ("index", "prompt_tokens", "outputs")
-
+SAMPLING = "Sampling"
 HELP = """
 Complete a prompt, or every prompt of a JSON Lines file.
 
@@ -75,26 +70,60 @@ Other keys are copied to the answer. Answers come in the order in which they fin
 
 
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; `-` reads it from standard input.")] = None,
-    model: Annotated[Path | None, typer.Option("--model", "-m", help="Folder of a hub checkpoint.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; `-` reads it from standard input.", show_default=False)
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", "-m", help="Folder of a hub checkpoint.", show_default="the bundled one")
+    ] = None,
     input_file: Annotated[
-        Path | None, typer.Option("--input", "-i", help="JSON Lines file of prompts; `-` is standard input.")
+        Path | None,
+        typer.Option(
+            "--input", "-i", help="JSON Lines file of prompts; `-` is standard input.", show_default="the PROMPT"
+        ),
     ] = None,
     output_file: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where JSON lines go; standard output without it.")
+        Path | None, typer.Option("--output", "-o", help="Where JSON lines go.", show_default="standard output")
     ] = None,
     demo: Annotated[bool, typer.Option("--demo", help="Answer the prompts that ship with Sidestream.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt through the chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines, not text.")] = False,
-    max_tokens: Annotated[int, typer.Option(help="Upper bound of generated tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the smallest set that has this probability.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Make sampling repeatable.")] = None,
-    n: Annotated[int, typer.Option("--n", help="Completions a prompt.")] = 1,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given more than once.")] = None,
-    logprobs: Annotated[int | None, typer.Option(help="Top log-probabilities a token (JSON output).")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-sequence token.")] = False,
+    max_tokens: Annotated[
+        int, typer.Option(help="Most tokens of a completion; what does not fit is cut.", rich_help_panel=SAMPLING)
+    ] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)] = 0.0,
+    top_k: Annotated[
+        int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.", rich_help_panel=SAMPLING)
+    ] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option(help="Keep the smallest set of tokens that has this probability.", rich_help_panel=SAMPLING),
+    ] = 1.0,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Of the draws of every prompt.", show_default="one a prompt", rich_help_panel=SAMPLING),
+    ] = None,
+    n: Annotated[int, typer.Option("--n", help="Completions a prompt.", rich_help_panel=SAMPLING)] = 1,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text that ends a completion; may be given more than once.",
+            show_default="none",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            help="Log-probabilities of so many likely tokens, with each token of JSON output.",
+            show_default="none",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option("--ignore-eos", help="Do not stop at the end-of-sequence token.", rich_help_panel=SAMPLING),
+    ] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     load_format: LoadFormat = "auto",
@@ -131,7 +160,7 @@ def generate(
     )
     entries = _entries(prompt, input_file, demo=demo, chat=chat)
     prompts = [{key: entry[key] for key in (*PROMPT_KEYS, "cache_salt") if key in entry} for entry in entries]
-    all_params = [_with_overrides(params, entry, index) for index, entry in enumerate(entries)]
+    all_params = [with_overrides(params, entry, index) for index, entry in enumerate(entries)]
 
     from sidestream.engine.llm import LLM
 
@@ -185,57 +214,11 @@ def _entries(prompt: str | None, input_file: Path | None, *, demo: bool, chat: b
     if demo:
         from sidestream.engine.bundled import bundled_model
 
-        return _read_lines(bundled_model().parent / "prompts.jsonl")
+        return read_prompts(bundled_model().parent / "prompts.jsonl")
     if input_file is not None:
-        return _read_lines(input_file)
+        return read_prompts(input_file)
     text = sys.stdin.read() if prompt == "-" else prompt
     return [{"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}]
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        lines = (sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig")).split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read {path}: {error}") from error
-    entries = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"{path} line {number} is not JSON: {error}") from error
-        if not isinstance(entry, dict) or sum(entry.get(key) is not None for key in PROMPT_KEYS) != 1:
-            raise RequestError(f"{path} line {number} must be an object with one of {', '.join(PROMPT_KEYS)}")
-        for key in entry:
-            if key not in SAMPLING_KEYS and (near := get_close_matches(key, SAMPLING_KEYS, n=1, cutoff=0.85)):
-                raise RequestError(
-                    f"{path} line {number} has {key!r}, which is no sampling parameter; is {near[0]!r} meant?"
-                )
-        if taken := sorted(set(entry) & set(ANSWER_KEYS)):
-            raise RequestError(f"{path} line {number} has {', '.join(taken)}, which the answer needs; rename")
-        entries.append(entry)
-    if not entries:
-        raise RequestError(f"{path} holds no prompts")
-    return entries
-
-
-def _with_overrides(params: SamplingParams, entry: Mapping[str, Any], index: int) -> SamplingParams:
-    """The command line's parameters with those of one prompt; a null stands for the command line's."""
-    own = {key: entry[key] for key in SAMPLING_KEYS if entry.get(key) is not None}
-    try:
-        if isinstance(own.get("logit_bias"), Mapping):
-            own["logit_bias"] = {_token_id(token): bias for token, bias in own["logit_bias"].items()}
-        return SamplingParams(**{key: getattr(params, key) for key in SAMPLING_KEYS} | own)
-    except RequestError as error:
-        raise RequestError(f"prompt {index}: {error}") from None
-
-
-def _token_id(text: str) -> int:
-    """JSON's keys are text, token ids are not."""
-    if not re.fullmatch(r"-?[0-9]{1,18}", text):
-        raise RequestError(f"logit_bias holds {text!r}, which is not a token id")
-    return int(text)
 
 
 def _stream(llm: LLM, prompts: list[dict[str, Any]], params: list[SamplingParams]) -> None:

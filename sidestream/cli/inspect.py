@@ -8,12 +8,16 @@ from typing import Annotated
 
 import typer
 
+from sidestream.cli.engine_options import ENGINE, Dtype, KvCacheDtype, LoadFormat, MemoryLimit
+from sidestream.engine.bundled import bundled_model
 from sidestream.errors import CheckpointError, RequestError
 
 HELP = """
 Complete a prompt and write a page about it: which tokens each indexer chose, the timeline of one decode step, memory.
 
-The page needs nothing else; beside it lies the step's Chrome trace, for `chrome://tracing` or Perfetto.
+The page needs nothing else; beside it lies the step's Chrome trace, for `chrome://tracing` or ui.perfetto.dev.
+
+**Examples**
 
 - `sidestream inspect --prompt "Question: What is 12 + 30?"` looks at the bundled checkpoint
 - `sidestream inspect path/to/checkpoint --prompt-file long.txt --output report.html`
@@ -21,27 +25,39 @@ The page needs nothing else; beside it lies the step's Chrome trace, for `chrome
 
 
 def inspect(
-    model: Annotated[Path | None, typer.Argument(help="Folder of a hub checkpoint.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="The prompt; `-` reads it from standard input.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="The prompt is this file.")] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("inspect.html"),
+    model: Annotated[
+        Path | None, typer.Argument(help="Folder of a hub checkpoint.", show_default="the bundled one")
+    ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(help="The prompt; `-` reads it from standard input.", show_default="that of --prompt-file"),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="The prompt is this file's text.", show_default="that of --prompt")
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page; the trace goes beside it.")] = Path(
+        "inspect.html"
+    ),
+    trace_file: Annotated[
+        Path | None,
+        typer.Option("--trace", help="The Chrome trace of one decode step.", show_default="beside the page"),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 32,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
-    load_format: Annotated[str, typer.Option(help="auto, or dummy for seeded random weights.")] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto, bf16, fp8_ds_mla or mxfp8.")] = "auto",
-    memory_limit: Annotated[str | None, typer.Option(help="'8GiB' or '60%'.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=ENGINE)] = "auto",
+    dtype: Dtype = "auto",
+    load_format: LoadFormat = "auto",
+    memory_limit: MemoryLimit = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
 ) -> None:
     if (prompt is None) is (prompt_file is None):
         raise typer.BadParameter("give one of --prompt and --prompt-file")
     from sidestream.cli.inspect_page import page
     from sidestream.engine.inspection.inspect import inspect_request
-    from sidestream.engine.llm import bundled_model
 
     folder = bundled_model() if model is None else model.expanduser()
     if not folder.is_dir():
         raise CheckpointError(f"model {str(folder)!r} is not a folder; give the folder of a hub checkpoint")
-    trace = output.with_suffix(".trace.json")
+    trace = trace_file or output.with_suffix(".trace.json")
     inspection = inspect_request(
         folder,
         _prompt(prompt, prompt_file),

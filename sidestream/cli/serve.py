@@ -57,13 +57,16 @@ NEEDED = ("fastapi", "uvicorn", "pydantic", "msgspec", "zmq", "prometheus_client
 HELP = """
 Serve a model over HTTP with the OpenAI API, on this machine alone unless `--host` says otherwise.
 
-Without MODEL the small checkpoint that ships with Sidestream answers.
+Without MODEL the small checkpoint that ships with Sidestream answers. `/ready` says when requests are served,
+`/metrics` is for Prometheus, `/dashboard` for a browser.
+
+**Examples**
 
 - `sidestream serve path/to/checkpoint --port 8000`
 - `curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "Question: What is 12 + 30?"}'`
-- `/ready` says when requests are served, `/metrics` is for Prometheus, `/dashboard` for a browser.
 
-SIGTERM and Ctrl+C let running requests end. If the engine dies, requests get 503 and the exit code is 2.
+SIGTERM and Ctrl+C let running requests end; a second Ctrl+C does not wait. If the engine dies, requests get 503 and the
+exit code is 2.
 """
 
 

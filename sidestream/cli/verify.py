@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
+from sidestream.cli.engine_options import Dtype, LoadFormat
 from sidestream.engine.doctor.report import DeviceChoice
 from sidestream.engine.verify.report import SCHEDULES, Cell, Report, Rule
 
@@ -41,18 +42,19 @@ named, and the exit code is 1.
 
 def verify(
     model: Annotated[
-        Path | None, typer.Argument(help="Folder of a hub checkpoint; the bundled one without it.")
+        Path | None, typer.Argument(help="Folder of a hub checkpoint.", show_default="the bundled one")
     ] = None,
     device: Annotated[DeviceChoice, typer.Option(help="auto takes a GPU if there is one, else sim.")] = (
         DeviceChoice.AUTO
     ),
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
-    load_format: Annotated[str, typer.Option(help="auto, or dummy for seeded random weights.")] = "auto",
-    tokens: Annotated[int, typer.Option(help="Generated behind each prompt.")] = 64,
+    dtype: Dtype = "auto",
+    load_format: LoadFormat = "auto",
+    tokens: Annotated[int, typer.Option(help="Tokens generated behind each prompt.")] = 64,
     prompts: Annotated[int, typer.Option(help="How many; every second one is longer than index_topk.")] = 16,
     max_num_seqs: Annotated[int, typer.Option(help="Prompts that run at once where they are batched.")] = 4,
     margin: Annotated[
-        float | None, typer.Option(help="Bound between schedules, in nats; 0.001 for float32 and 0.125 for bfloat16.")
+        float | None,
+        typer.Option(help="Bound between schedules, in nats.", show_default="0.001 for float32, 0.125 for bfloat16"),
     ] = None,
     hisparse: Annotated[
         bool, typer.Option("--hisparse", help="Run every mode with its KV rows in a host pool too.")
@@ -60,7 +62,7 @@ def verify(
     seed: Annotated[int, typer.Option(help="Of the prompts, and of dummy weights.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
-    from sidestream.engine.llm import bundled_model
+    from sidestream.engine.bundled import bundled_model
     from sidestream.engine.verify.settings import VerifySettings
     from sidestream.engine.verify.verification import verify as run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -108,6 +109,26 @@ def final_answer(text: str) -> str | None:
         return None
     whole, _, fraction = match[0].replace(",", "").partition(".")
     return whole if not fraction.strip("0") else f"{whole}.{fraction.rstrip('0')}"
+
+
+def examples_for(question: str, source: Sequence[Item], count: int) -> list[Item]:
+    """The first ``count`` items of ``source`` that ask something else.
+
+    Raises:
+        RequestError: there are not so many.
+    """
+    asked = _same(question)
+    found = list(itertools.islice((item for item in source if _same(item.question) != asked), count))
+    if len(found) < count:
+        raise RequestError(
+            f"shots is {count}, and there are {len(found)} examples that are not the question {question[:60]!r} itself"
+        )
+    return found
+
+
+def _same(question: str) -> str:
+    """Equal for questions that differ in nothing but case and white space."""
+    return " ".join(question.split()).casefold()
 
 
 def plain_prompt(shots: Sequence[Item], question: str) -> str:

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from sidestream import RequestError
-from sidestream.engine.exact_match import Item, chat_prompt, final_answer, judge, plain_prompt, read_items, score
+from sidestream.engine.exact_match import (
+    Item,
+    chat_prompt,
+    examples_for,
+    final_answer,
+    judge,
+    plain_prompt,
+    read_items,
+    score,
+)
 from training.questions import questions
 
 
@@ -50,6 +59,16 @@ def test_examples_stand_before_the_question() -> None:
         "assistant",
         "user",
     ]
+
+
+def test_a_question_is_never_its_own_example() -> None:
+    items = [Item(name, "#### 1", "1") for name in ("a?", "B  b?", "c?", "b b?")]
+    assert [item.question for item in examples_for("a?", items, 2)] == ["B  b?", "c?"]
+    assert [item.question for item in examples_for("b b?", items, 2)] == ["a?", "c?"]
+    assert [item.question for item in examples_for("d?", items, 3)] == ["a?", "B  b?", "c?"]
+    assert examples_for("a?", items, 0) == []
+    with pytest.raises(RequestError, match="shots is 3, and there are 2 examples that are not the question 'b B"):
+        examples_for("b B?", items, 3)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,132 @@
+"""``sidestream eval`` with a server of a few lines: which examples stand before which question, and what is written."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from sidestream.cli.main import app
+from sidestream.errors import RequestError, SidestreamError
+
+PEOPLE = ("Ann", "Bob", "Cid", "Dee", "Eve")
+
+
+class Answering(ThreadingHTTPServer):
+    """Answers ``#### 5`` to everything, nothing to Dee and an error to Eve; keeps what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.bodies: list[dict[str, Any]] = []
+        self.failing = False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def prompts(self) -> list[str]:
+        return [body["prompt"] for body in self.bodies]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Answering
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.bodies.append(body)
+        asked = body["prompt"].rpartition("Question: ")[2]
+        text = "who?" if asked.startswith("Dee") else " 2 + 3 = 5\n#### 5"
+        answer = json.dumps({"choices": [{"text": text}]}).encode()
+        self.send_response(503 if self.server.failing and asked.startswith("Eve") else 200)
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *args: object) -> None:
+        return None
+
+
+@pytest.fixture
+def server() -> Iterator[Answering]:
+    with Answering() as answering:
+        thread = threading.Thread(target=answering.serve_forever)
+        thread.start()
+        yield answering
+        answering.shutdown()
+        thread.join()
+
+
+def write(path: Path, people: tuple[str, ...]) -> Path:
+    lines = [json.dumps({"question": f"{who} has?", "answer": f"{who}.\n#### 5"}) for who in people]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def run(server: Answering, file: Path, *options: str) -> Result:
+    result = CliRunner().invoke(app, ["eval", str(file), "--url", server.url, "--concurrency", "1", *options])
+    if result.exception is not None:
+        raise result.exception
+    return result
+
+
+def test_examples_from_the_front_are_not_asked(server: Answering, tmp_path: Path) -> None:
+    file, score = write(tmp_path / "q.jsonl", PEOPLE), tmp_path / "score.json"
+    result = run(server, file, "--shots", "2", "--json", str(score))
+    front = "Question: Ann has?\nAnswer: Ann.\n#### 5\n\nQuestion: Bob has?\nAnswer: Bob.\n#### 5\n\n"
+    assert server.prompts() == [f"{front}Question: {who} has?\nAnswer:" for who in ("Cid", "Dee", "Eve")]
+    assert f"examples: the first 2 of {file}, which are not asked; 3 questions" in result.stderr
+    assert "2 of 3 right, accuracy 0.6667; 1 without a final answer, invalid rate 0.3333" in result.stdout
+    found = json.loads(score.read_text())
+    assert found == {
+        "file": "q.jsonl",
+        "max_tokens": 256,
+        "chat": False,
+        "shots": 2,
+        "shots_file": "q.jsonl",
+        "url": server.url,
+        "items": 3,
+        "correct": 2,
+        "invalid": 1,
+        "accuracy": 2 / 3,
+        "invalid_rate": 1 / 3,
+    }
+
+
+def test_a_question_that_its_examples_hold_gets_another(server: Answering, tmp_path: Path) -> None:
+    file, examples = write(tmp_path / "q.jsonl", ("Ann", "Eve")), write(tmp_path / "e.jsonl", ("Ann", "Bob", "Cid"))
+    result = run(server, file, "--shots", "2", "--shots-file", str(examples))
+    before = [[who for who in PEOPLE if f"Answer: {who}." in prompt] for prompt in server.prompts()]
+    assert before == [["Bob", "Cid"], ["Ann", "Bob"]]
+    assert "not asked" not in result.stderr
+    with pytest.raises(RequestError, match="shots is 3, and there are 2 examples that are not the question 'Ann has"):
+        run(server, file, "--shots", "3", "--shots-file", str(examples))
+    with pytest.raises(RequestError, match="leaves no question to ask; give --shots-file"):
+        run(server, file, "--shots", "2")
+
+
+def test_answers_are_written_as_they_come(server: Answering, tmp_path: Path) -> None:
+    server.failing = True
+    file, output = write(tmp_path / "q.jsonl", PEOPLE), tmp_path / "answers.jsonl"
+    with pytest.raises(SidestreamError, match="answered 503"):
+        run(server, file, "--output", str(output))
+    kept = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [(item["index"], item["correct"], item["found"]) for item in kept] == [
+        (0, True, "5"),
+        (1, True, "5"),
+        (2, True, "5"),
+        (3, False, None),
+    ]
+    with pytest.raises(RequestError, match="cannot write"):
+        run(server, file, "--output", str(tmp_path / "missing" / "answers.jsonl"))
+
+
+def test_progress_is_told_without_a_terminal(server: Answering, tmp_path: Path) -> None:
+    result = run(server, write(tmp_path / "q.jsonl", PEOPLE))
+    assert result.stderr.splitlines()[-1] == "5 of 5 asked, 4 right"
+    assert len(result.stderr.splitlines()) == 5
