@@ -118,8 +118,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_everything_is_measured_before_a_byte_of_the_checkpoint_is_read(folder: Path, memory: FakeMemory) -> None:
     built = on_sim(folder)
     first = memory.log.index("load")
-    assert memory.log[:first] == ["lift", "pools 2", "capture 2", *["step"] * 4]
-    assert memory.log[first:] == ["load", "pools 41", "capture 3", *["step"] * 4, "enforce 4096"]
+    assert memory.log[:first] == ["lift", "pools 2", "capture 2", *["step"] * 6]
+    assert memory.log[first:] == ["load", "pools 41", "capture 3", *["step"] * 6, "enforce 4096"]
     ledger = built.ledger
     parts = {part.name: part for part in ledger.parts}
     assert parts[CONTEXT].predicted == parts[CONTEXT].measured == 50 * MIB
