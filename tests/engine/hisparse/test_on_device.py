@@ -33,3 +33,20 @@ def test_every_mode_gives_the_bits_of_an_engine_without_pressure(model: str, tmp
         assert placement.num_spilled > 10
         for a, b in zip(got, want, strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("mode", "factor"), [("piecewise", 1), ("full", 1), ("full", 4)])
+def test_hot_slots_of_exactly_top_k_and_of_many(mode: str, factor: int, tmp_path: Path) -> None:
+    make_model("glm_moe_dsa", tmp_path)
+    lengths = [64, 31]
+    sequences = random_sequences(lengths, vocab=VOCAB, seed=8)
+    schedule = long_and_short(lengths, 50)
+    settings = PRESSED | SIM
+    want = SimHarness(tmp_path, "none", **settings | {"num_blocks": 60}).run(sequences, schedule)
+    host = {"hisparse_host_memory": host_memory(tmp_path, 60), "hisparse_hot_factor": factor}
+    pressed = SimHarness(tmp_path, mode, backend=open_sim(Order.RANDOM, seed=factor), **settings | host)
+    open_blocks(pressed, factor)
+    got = pressed.run(sequences, schedule)
+    assert placement_of(pressed.built).num_spilled > 4
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
