@@ -66,13 +66,26 @@ def test_a_backlog_of_short_prompts_costs_next_to_nothing() -> None:
     assert seconds[0] < 1.1 * seconds[1]
 
 
-def test_prompts_that_no_seat_is_free_for_are_parties_only_beside_one_that_runs() -> None:
+def test_prompts_in_the_queue_are_parties_too() -> None:
+    """One seat beside eight streams, and a queue before it: the one that has the seat gets through for all of them."""
+    engine = paced(seats=9)
+    engine.decode(8)
+    engine.ask(15_000, max_tokens=1)
+    for _ in range(12):
+        engine.ask(30, max_tokens=1)
+    for _ in range(30):
+        engine.step()
+    largest = max(cost.stretch for cost in engine.costs)
+    assert 10 < largest <= 1 + 13
+
+
+def test_where_no_prompt_can_go_on_nothing_is_paced() -> None:
     engine = paced(seats=8)
     engine.decode(8)
-    for _ in range(30):
+    for _ in range(2 * REFRESH_STEPS + 5):
         engine.ask(3_000, max_tokens=1)
         engine.step()
-    assert engine.scheduler.num_paced_steps == 0, "nothing could have been prefilled"
+    assert engine.scheduler.num_paced_steps == 0
     assert all(cost.stretch == 1 for cost in engine.costs)
 
 
