@@ -144,8 +144,7 @@ class _Answer:
             yield [head | {"choices": [], "usage": self._usage(generated, output)}]
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
-        parser = self._parsers[completion.index]
-        message = _message([*parser.push(completion.text), *parser.finish()])
+        message = _message(self._pieces(completion.index, completion.text, last=True))
         return {
             "index": completion.index,
             "message": message,
@@ -160,10 +159,7 @@ class _Answer:
         if not self._started[index]:
             self._started[index] = True
             yield _chunk(index, {"role": "assistant", "content": ""})
-        parser = self._parsers[index]
-        pieces = parser.push(delta.text)
-        if last:
-            pieces += parser.finish()
+        pieces = self._pieces(index, delta.text, last=last)
         logprobs = self._logprobs([delta.token_id], None if delta.logprobs is None else [delta.logprobs])
         if logprobs is not None and not pieces:
             pieces = [Content("")]
@@ -174,6 +170,12 @@ class _Answer:
         if last:
             reason = self._reason(delta.finish_reason, called=self._called[index])
             yield _chunk(index, {}) | {"finish_reason": reason, "stop_reason": delta.stop_reason}
+
+    def _pieces(self, index: int, text: str, *, last: bool) -> list[Piece]:
+        """What more text of a completion tells. Where calls must come all content is a call's beginning, cut off."""
+        parser = self._parsers[index]
+        pieces = [*parser.push(text), *(parser.finish() if last else ())]
+        return [piece for piece in pieces if not (self._tools.forced and isinstance(piece, Content))]
 
     def _reason(self, reason: FinishReason | None, *, called: bool) -> str | None:
         """``tool_calls`` for calls that the model chose to make, ``stop`` for one that was named: OpenAI's own

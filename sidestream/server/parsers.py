@@ -237,6 +237,12 @@ NO_PARSER = "none"
 OF_ARCHITECTURE = {"glm5_next": "glm", "glm_moe_dsa": "glm", "deepseek_v32": "deepseek_v32"}
 
 
+def parser_of(architecture: str, template: object) -> str:
+    """Which parser fits a checkpoint: DeepSeek-V3.2-Exp is a ``deepseek_v32`` with calls of V3.1 in its template."""
+    name = OF_ARCHITECTURE.get(architecture, NO_PARSER)
+    return "deepseek_v31" if name == "deepseek_v32" and DeepSeekV31Parser.separator in str(template) else name
+
+
 def parser_for(name: str, thinking: bool, tools: Sequence[Tool] | None) -> Callable[[], AnswerParser]:
     """Makes parsers for one request's completions; ``none`` takes nothing apart."""
     made = PARSERS.get(name)

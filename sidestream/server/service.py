@@ -16,7 +16,7 @@ from sidestream.errors import RequestError
 from sidestream.server.errors import ApiError, shown, unavailable
 from sidestream.server.json_body import check_json
 from sidestream.server.metrics import Metrics, RequestClock
-from sidestream.server.parsers import NO_PARSER, OF_ARCHITECTURE
+from sidestream.server.parsers import parser_of
 from sidestream.server.protocol import ResponseFormat, SamplingFields
 from sidestream.server.settings import ServerSettings
 from sidestream.server.token_text import TokenText
@@ -90,9 +90,10 @@ class Service:
 
     @property
     def answer_parser(self) -> str:
-        """Which parser takes chat answers apart: the settings', or the architecture's."""
-        asked = self.settings.answer_parser
-        return OF_ARCHITECTURE.get(self.engine.architecture, NO_PARSER) if asked == "auto" else asked
+        """Which parser takes chat answers apart: the settings', or the checkpoint's."""
+        asked, engine = self.settings.answer_parser, self.engine
+        template = getattr(engine.tokenizer, "chat_template", None)
+        return parser_of(engine.architecture, template) if asked == "auto" else asked
 
     @property
     def tokens(self) -> TokenText:

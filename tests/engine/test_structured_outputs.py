@@ -85,6 +85,43 @@ def test_a_form_that_nothing_can_follow_ends(llm: LLM) -> None:
     assert reason in ("length", "stop")
 
 
+def test_a_structural_tag_holds_its_parts(llm: LLM) -> None:
+    number = {"type": "json_schema", "json_schema": {"type": "integer", "minimum": 10, "maximum": 99}}
+    tag = {"type": "structural_tag", "format": {"type": "tag", "begin": "<n>", "content": number, "end": "</n>"}}
+    text, reason = complete(llm, structural_tag=tag)
+    assert (reason, bool(re.fullmatch("<n>[0-9]{2}</n>", text))) == ("stop", True)
+
+
+def test_properties_keep_the_order_of_their_schema(llm: LLM) -> None:
+    """What is to be thought of first stands first, whatever its name."""
+    properties = {name: {"type": "boolean"} for name in ("why", "answer", "zeal")}
+    text, _ = complete(llm, json={"type": "object", "properties": properties, "required": list(properties)})
+    assert list(json.loads(text)) == ["why", "answer", "zeal"]
+
+
+def test_strings_of_limited_length_hold_no_control_characters(llm: LLM) -> None:
+    """xgrammar allows them there, and they are no JSON; a bias makes a model that writes nothing else."""
+    tokens = {llm.tokenizer.decode([token]): token for token in range(len(llm.tokenizer))}
+    wanted = {tokens[character]: 100.0 for character in ("\t", "\x08", "\r")}
+    for control_characters in (True, False):
+        form = StructuredOutputs(
+            structural_tag={"type": "structural_tag", "format": {"type": "json_schema", "json_schema": SHORT}},
+            control_characters=control_characters,
+        )
+        assert _controls(llm, form, wanted) is control_characters
+    assert not _controls(llm, StructuredOutputs(json=SHORT), wanted)
+
+
+SHORT = {"type": "string", "minLength": 3, "maxLength": 4}
+
+
+def _controls(llm: LLM, form: StructuredOutputs, bias: dict[int, float]) -> bool:
+    params = SamplingParams(temperature=0, max_tokens=30, structured_outputs=form, logit_bias=bias)
+    text = llm.generate(PROMPT, params)[0].outputs[0].text
+    assert len(text) > 4
+    return any(character < " " and character != "\n" for character in text)
+
+
 def test_neighbours_in_the_batch_are_not_touched(llm: LLM) -> None:
     free = SamplingParams(temperature=0, max_tokens=30)
     tied = SamplingParams(temperature=0, max_tokens=30, structured_outputs=StructuredOutputs(regex="[x-z]{20}"))
@@ -104,6 +141,8 @@ def test_neighbours_in_the_batch_are_not_touched(llm: LLM) -> None:
         ({"choice": "abc"}, "choice"),
         ({"regex": "a" * 70000}, "70000 characters"),
         ({"json": {"type": {1, 2}}}, "not a JSON schema"),
+        ({"structural_tag": "a" * (2**20 + 1)}, "limit is 1048576"),
+        ({"source": "tools"}, "^tools needs exactly one of"),
     ],
 )
 def test_forms_are_checked(form: dict[str, object], says: str) -> None:
@@ -112,11 +151,20 @@ def test_forms_are_checked(form: dict[str, object], says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", [{"regex": "(unclosed"}, {"json": "{not json"}, {"json": '{"type": "poem"}'}, {"grammar": "root = x"}]
+    "form",
+    [
+        {"regex": "(unclosed"},
+        {"json": "{not json"},
+        {"json": '{"type": "poem"}'},
+        {"grammar": "root = x"},
+        {"structural_tag": "{}"},
+    ],
 )
 def test_what_cannot_be_compiled_is_refused_and_leaves_nothing(llm: LLM, form: dict[str, str]) -> None:
-    with pytest.raises(RequestError, match="structured_outputs cannot be compiled"):
+    with pytest.raises(RequestError, match=r"^structured_outputs cannot be compiled: (?!\[)"):
         complete(llm, **form)
+    with pytest.raises(RequestError, match=r"^tools cannot be compiled"):
+        complete(llm, source="tools", **form)
     assert not llm.core.has_work()
     llm.core.scheduler.check_integrity()
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sidestream.server.answer_pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from sidestream.server.argument_types import JsonText, json_types
-from sidestream.server.parsers import opens_thinking, parser_for
+from sidestream.server.parsers import opens_thinking, parser_for, parser_of
 from sidestream.server.protocol import Tool
 
 WEATHER = Tool.model_validate(
@@ -321,3 +321,10 @@ def _in_pieces(text: str, seed: int) -> str:
         out += json_text.push(text[:size])
         text = text[size:]
     return out
+
+
+def test_the_checkpoint_says_which_parser_it_needs() -> None:
+    assert parser_of("glm5_next", "...<tool_call>...") == "glm"
+    assert parser_of("deepseek_v32", None) == "deepseek_v32"
+    assert parser_of("deepseek_v32", f"...'<{BAR}tool▁sep{BAR}>' + tool['function']['arguments']...") == "deepseek_v31"
+    assert parser_of("kimi_linear", None) == "none"

@@ -10,9 +10,19 @@ from typing import Any
 import jsonschema_rs
 import openai
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
+from sidestream.core.sampling_params import SamplingParams
+from sidestream.core.structured_outputs import StructuredOutputs
 from sidestream.engine.llm import bundled_model
-from tests.server.live_server import live_server
+from sidestream.engine.tokenizer import load_tokenizer
+from sidestream.errors import RequestError
+from sidestream.server.protocol import ChatRequest
+from sidestream.server.tool_choice import ToolChoice, constrain
+from tests.engine.tiny_tokenizers import byte_fallback
+from tests.server.live_server import LiveServer, live_server
 
 MODEL = "model"
 CHAT: list[Any] = [{"role": "user", "content": "What is 12 + 30?"}]
@@ -103,35 +113,39 @@ def test_the_named_function_is_called_and_no_other(client: openai.OpenAI) -> Non
 
 def test_a_function_without_parameters_is_called_without(client: openai.OpenAI) -> None:
     tools = [{"type": "function", "function": {"name": "now"}}]
-    assert calls_of(ask(client, tools=tools, tool_choice=NAMED | {"function": {"name": "now"}})) == [("now", "{}")]
+    ((name, arguments),) = calls_of(ask(client, tools=tools, tool_choice=NAMED | {"function": {"name": "now"}}))
+    assert (name, json.loads(arguments)) == ("now", {})
 
 
 def test_several_calls_may_come_if_not_forbidden(client: openai.OpenAI) -> None:
-    """The end-of-sequence token is made unlikely, so that the model goes on as long as it may."""
+    """What would end the calls is made unlikely, so that the model goes on as long as it may."""
     tools = [{"type": "function", "function": {"name": "now"}}]
-    unlikely = {str(token): -100 for token in range(8)}
-    many = ask(client, tools=tools, tool_choice="required", logit_bias=unlikely)
+    tokenizer: Any = load_tokenizer(bundled_model())
+    texts = {token: tokenizer.decode([token]) for token in range(len(tokenizer))}
+    ends = {token for token, text in texts.items() if "s" in text or "/" in text or token in tokenizer.all_special_ids}
+    fields: dict[str, Any] = {"tools": tools, "tool_choice": "required", "logit_bias": {str(end): -100 for end in ends}}
+    many = ask(client, max_tokens=150, **fields)
     assert many.finish_reason == "length"
     assert len(calls_of(many)) > 1
-    one = ask(client, tools=tools, tool_choice="required", logit_bias=unlikely, parallel_tool_calls=False)
-    assert (one.finish_reason, calls_of(one)) == ("tool_calls", [("now", "{}")])
+    one = ask(client, parallel_tool_calls=False, **fields)
+    assert (one.finish_reason, len(calls_of(one))) == ("tool_calls", 1)
 
 
 def test_a_cut_call_is_shown_as_far_as_it_came(client: openai.OpenAI) -> None:
-    whole = calls_of(ask(client, tool_choice=NAMED))[0]
+    body: dict[str, Any] = {"model": MODEL, "messages": CHAT, "tools": TOOLS, "temperature": 0}
+    answer = client.chat.completions.create(tool_choice=NAMED, **body)
+    whole, count = calls_of(answer.choices[0])[0], answer.usage.completion_tokens if answer.usage else 0
     seen = set()
-    for length in range(12, 140, 16):
+    for length in (6, count // 2, count * 3 // 4, count - 2):
         choice = ask(client, tool_choice=NAMED, max_tokens=length)
-        if choice.finish_reason == "stop":
-            break
         assert choice.finish_reason == "length"
-        assert choice.message.content in (None, "")
+        assert choice.message.content in (None, "")  # the beginning of a call is no text
         for name, arguments in calls_of(choice):
             assert name == "add"
             assert whole[1].startswith(arguments)
             seen.add(arguments)
-        assert streamed(client, tool_choice=NAMED, max_tokens=length)[1:] == (calls_of(choice), "length")
     assert len(seen) > 1
+    assert streamed(client, tool_choice=NAMED, max_tokens=count - 2) == ("", calls_of(choice), "length")
 
 
 def test_calls_wait_for_the_end_of_reasoning_that_the_prompt_began(client: openai.OpenAI) -> None:
@@ -152,3 +166,127 @@ def test_strict_functions_hold_where_the_model_chooses(client: openai.OpenAI) ->
     free = ask(client, tool_choice="none")
     held = ask(client, tools=strict)
     assert (held.message.content, held.finish_reason) == (free.message.content, free.finish_reason)
+
+
+FUNCTION = TOOLS[0]["function"]
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"tool_choice": "required"}, "tool_choice", "tool_choice is 'required', which needs tools"),
+    ({"tool_choice": NAMED}, "tool_choice", "which needs tools"),
+    ({"tool_choice": "any", "tools": TOOLS}, "tool_choice", "'any'"),
+    ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice.function", "is missing"),
+    (
+        {"tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": TOOLS},
+        "tool_choice",
+        "tool_choice names the function 'sub', tools has ",
+    ),
+    ({"tools": []}, "tools", "tools has 0 items"),
+    ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "tools holds two functions of the name 'add'"),
+    ({"tools": TOOLS, "tool_choice": "required", "min_tokens": 3}, "min_tokens", "which tools cannot have"),
+    ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "which tools cannot have"),
+    (
+        {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "tools",
+        "response_format",
+    ),
+]
+BAD_PARAMETERS: list[tuple[dict[str, Any], str, str]] = [
+    ({"type": "array"}, "tools.0.function.parameters", "are of type array, they must be an object"),
+    ({"type": "object", "properties": {"a": {"type": "poem"}}}, "tools", "of type 'poem'"),
+    ({"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}, "tools", "cannot be compiled: "),
+    ({"type": "object", "properties": {"a": {"type": "array", "items": 5}}}, "tools", "cannot be compiled: "),
+    ({"type": "object", "properties": {"a<b": {}}}, "tools", "'a<b', a name that a call cannot spell"),
+]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_cannot_be_held_to_is_refused_with_the_field_at_fault(server: LiveServer, stream: bool) -> None:
+    bad = [*BAD]
+    for parameters, param, says in BAD_PARAMETERS:
+        for held in ({"tool_choice": "required"}, {"strict": True}):
+            function = FUNCTION | {"parameters": parameters, "strict": held.get("strict")}
+            fields = {"tools": [{"type": "function", "function": function}], "tool_choice": held.get("tool_choice")}
+            bad.append((fields, param, says))
+    for fields, param, says in bad:
+        status, answer = server.post("/v1/chat/completions", {"messages": CHAT, "stream": stream, **fields})
+        assert status == 400, answer
+        assert says in answer["error"]["message"]
+        assert answer["error"]["param"] == param, answer
+    server.await_idle()
+
+
+def choose(parser: str = "glm", **fields: Any) -> ToolChoice:
+    return ToolChoice(ChatRequest.model_validate({"messages": CHAT, "tools": TOOLS, **fields}), parser)
+
+
+def strict(**fields: Any) -> list[Any]:
+    return [{"type": "function", "function": FUNCTION | {"strict": True} | fields}]
+
+
+def test_a_server_without_a_parser_refuses_what_it_cannot_hold_to() -> None:
+    for fields in ({"tool_choice": "required"}, {"tool_choice": NAMED}, {"tools": strict()}):
+        with pytest.raises(RequestError, match=r"^tool.*needs an answer parser, and this server has none"):
+            choose("none", **fields)
+    for fields in ({}, {"tool_choice": "none", "tools": strict()}, {"parallel_tool_calls": False}):
+        assert not choose("none", **fields).strict
+
+
+def test_names_that_would_be_taken_for_tags_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"^tools\.0\.function\.name is 'a<b', which a call cannot spell"):
+        choose(tools=strict(name="a<b"))
+    assert not choose(tools=[{"type": "function", "function": {"name": "a<b"}}]).strict
+
+
+def spelling(*special: str) -> Any:
+    """A tokenizer of the bundled model's with some special tokens."""
+    tokenizer: Any = load_tokenizer(bundled_model())
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    return tokenizer
+
+
+def held(
+    tokenizer: Any, choice: ToolChoice, params: SamplingParams, parser: str = "glm", **ends: Any
+) -> SamplingParams:
+    return constrain(params, choice, parser=parser, tokenizer=tokenizer, **{"prompt": "", "thinking": False} | ends)
+
+
+def test_special_tokens_that_are_tags_stay_in_the_text() -> None:
+    """Or the parser would never see them."""
+    auto, params = choose(), SamplingParams()
+    assert held(spelling(), auto, params).skip_special_tokens
+    for tag in ("<tool_call>", "</think>"):
+        assert not held(spelling(tag), auto, params).skip_special_tokens
+    assert held(spelling("<tool_call>"), auto, params, parser="none").skip_special_tokens
+    opening = "<\N{FULLWIDTH VERTICAL LINE}tool▁calls▁begin\N{FULLWIDTH VERTICAL LINE}>"
+    assert not held(spelling(opening), auto, params, parser="deepseek_v31").skip_special_tokens
+
+
+def test_a_tokenizer_that_cannot_spell_the_tags_is_refused() -> None:
+    vocab = Tokenizer(WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    poor = PreTrainedTokenizerFast(tokenizer_object=vocab, unk_token="<unk>")
+    with pytest.raises(
+        RequestError, match=r"^tools of the format 'glm' begin with '<tool_call>', which .* cannot spell"
+    ):
+        held(poor, choose(tool_choice="required"), SamplingParams())
+    bytewise = byte_fallback()  # which has "<" as a byte alone
+    assert held(bytewise, choose(tool_choice="required"), SamplingParams()).structured_outputs is not None
+
+
+def test_forms_wait_for_the_end_of_reasoning() -> None:
+    """As the parser does, which takes all up to there for reasoning; nothing changes where none has begun."""
+    for form in (
+        StructuredOutputs(json={"type": "integer"}),
+        StructuredOutputs(json_object=True),
+        StructuredOutputs(regex="a+"),
+        StructuredOutputs(grammar='root ::= "a"'),
+        StructuredOutputs(choice=["a", "b"]),
+    ):
+        params = SamplingParams(structured_outputs=form)
+        assert held(spelling(), choose(), params).structured_outputs == form
+        behind = held(spelling(), choose(), params, thinking=True).structured_outputs
+        assert behind is not None
+        assert behind.control_characters == form.control_characters
+        first, *_ = json.loads(str(behind.structural_tag))["format"]["elements"]
+        assert first["end"] == "</think>"
+        assert held(spelling(), choose("none"), params, parser="none", thinking=True).structured_outputs == form
+    with pytest.raises(RequestError, match=r"^structured_outputs json is not a JSON schema"):
+        held(spelling(), choose(), SamplingParams(structured_outputs=StructuredOutputs(json="{")), thinking=True)
