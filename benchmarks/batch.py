@@ -13,8 +13,8 @@ A plan is JSON: ``{"jobs": [...]}``, most important first. A job:
 - ``env``: variables to set.
 
 All jobs share one Triton cache. After each job its line is printed, and everything in ``OUT`` is packed anew into
-``OUT.tar.gz``, files larger than ``--largest`` left out. Jobs that succeeded are noted in ``--state``, so that the same
-command goes on where the last one was cut off.
+``OUT.tar.gz`` (or ``--archive``), files larger than ``--largest`` left out. Jobs that succeeded are noted in
+``--state``, so that the same command goes on where the last one was cut off.
 """
 
 from __future__ import annotations
@@ -291,6 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plans", type=Path, nargs="+", metavar="PLAN")
     parser.add_argument("--out", type=Path, required=True, help="folder of logs and results")
+    parser.add_argument("--archive", type=Path, help="OUT.tar.gz if left out")
     parser.add_argument("--only", default="", help="parts of names, with commas between them")
     parser.add_argument("--skip", default="", help="parts of names, with commas between them")
     parser.add_argument("--seconds", type=float, help="for all jobs together; what does not fit is passed over")
@@ -303,6 +304,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = choose(read_plans(args.plans), only=args.only, skip=args.skip)
     except PlanError as error:
         parser.error(str(error))
+    for name, path in (("--archive", args.archive), ("--state", args.state)):
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"{name}: there is no folder {path.parent}")
     if args.list:
         for job in jobs:
             print(f"{job.name:28} {job.estimate:5g} s, at most {job.limit:5g} s  {' '.join(job.command)}")
@@ -313,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ[CACHE] = str(args.cache.resolve())
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    archive = out.with_name(out.name + ".tar.gz")
+    archive = out.with_name(out.name + ".tar.gz") if args.archive is None else args.archive
     outcomes = run_all(jobs, out, archive=archive, seconds=args.seconds, state=args.state, largest=args.largest)
     print("\n" + "\n".join(outcome.line() for outcome in outcomes) + f"\n{archive}", flush=True)
     return int(any(outcome.failed for outcome in outcomes))

@@ -157,6 +157,17 @@ def test_large_files_are_left_out_by_name(tmp_path: Path, capsys: pytest.Capture
     assert "writes/large" in capsys.readouterr().out
 
 
+def test_the_archive_may_lie_elsewhere(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run(tmp_path, job("a", WRITES), more=("--archive", str(elsewhere / "all.tar.gz")))
+    assert [path.name for path in elsewhere.iterdir()] == ["all.tar.gz"]
+    assert not (tmp_path / "out.tar.gz").exists()
+    for option in ("--archive", "--state"):
+        with pytest.raises(SystemExit):
+            run(tmp_path, job("a", WRITES), more=(option, str(tmp_path / "none" / "file")))
+
+
 def test_jobs_share_one_triton_cache_and_take_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(batch.CACHE, "of the user")
     tells = f"import os; print(os.environ['{batch.CACHE}'], os.environ['MINE'])"
