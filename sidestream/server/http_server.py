@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from asyncio import wait as all_of
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,6 +12,8 @@ from fastapi import FastAPI
 
 from sidestream.server.connection import Connection
 
+LAST_WORDS_SECONDS = 1.0
+"""How long a client may take to read that its answer was cut off."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that they close them and none is closed under a new request."""
 
@@ -44,6 +48,22 @@ class HttpServer(uvicorn.Server):
         """Accept nothing more; ``at_once`` does not wait for running requests."""
         self.should_exit = True
         self.force_exit = self.force_exit or at_once
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's; then whoever's answer was cut off is told so, or is hung up on if it does not read."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            for task in self.server_state.tasks:
+                task.cancel()
+        await self._answered()
+        for connection in list(self.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        await self._answered()
+
+    async def _answered(self) -> None:
+        if tasks := set(self.server_state.tasks):
+            await all_of(tasks, timeout=LAST_WORDS_SECONDS)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

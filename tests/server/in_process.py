@@ -32,6 +32,7 @@ from sidestream.server.settings import ServerSettings
 
 MODEL = "glm5-next-tiny"
 MAX_MODEL_LEN = 256
+STOP_SECONDS = 60.0
 
 
 class StandIn:
@@ -109,13 +110,14 @@ def served(app: FastAPI) -> Iterator[str]:
     """The application on a free port of this machine, in a thread; its address."""
     with socket.create_server(("127.0.0.1", 0)) as bound:
         server = HttpServer(app, drain_seconds=1)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
         try:
             yield f"http://127.0.0.1:{bound.getsockname()[1]}"
         finally:
             server.stop()
-            thread.join()
+            thread.join(STOP_SECONDS)
+            assert not thread.is_alive(), f"the server has not ended after {STOP_SECONDS} s"
 
 
 def call(app: FastAPI, method: str, path: str, **request: Any) -> httpx.Response:

@@ -7,7 +7,7 @@ import json
 import socket
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import httpx
@@ -18,6 +18,7 @@ from sidestream.engine.input_processor import ProcessedPrompt
 from tests.server.in_process import StandIn, make, served
 
 SECONDS = 60.0
+PIECE = "x" * 100_000
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,36 @@ def read_answer(client: socket.socket) -> tuple[int, dict[str, str], bytes]:
     status = int(file.readline().split()[1])
     headers = dict(line.decode().lower().split(": ", 1) for line in iter(file.readline, b"\r\n"))
     return status, headers, file.read(int(headers["content-length"]))
+
+
+class Endless:
+    """An answer that goes on as long as it is read."""
+
+    def __init__(self, engine: StandIn) -> None:
+        self.made = 0
+        self._engine = engine
+        engine.script = self._answer
+
+    async def _answer(self, batch: Sequence[ProcessedPrompt]) -> AsyncGenerator[list[Delta], None]:
+        while True:
+            self.made += 1
+            yield [self._engine.delta(batch[0], PIECE)]
+            await asyncio.sleep(0)
+
+    def ask(self, client: socket.socket) -> None:
+        body = json.dumps({"prompt": "a", "stream": True}).encode()
+        start = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        client.sendall(start + f"content-length: {len(body)}\r\n\r\n".encode() + body)
+
+    def await_standstill(self) -> int:
+        """Return once no more is made, with how much was."""
+        before = -1
+        deadline = time.monotonic() + SECONDS
+        while self.made != before or not self.made:
+            assert time.monotonic() < deadline, f"{self.made} pieces were made, and nobody reads them"
+            before = self.made
+            time.sleep(0.5)
+        return self.made
 
 
 def head(size: int) -> bytes:
@@ -70,31 +101,29 @@ def test_a_large_body_is_no_head(stand_in: tuple[str, StandIn]) -> None:
 def test_a_client_that_does_not_read_holds_back_its_own_answer(stand_in: tuple[str, StandIn]) -> None:
     """What waits for it is bounded by buffers of the machine, however much there is to say; others are served."""
     address, engine = stand_in
-    made, piece = 0, "x" * 100_000
-
-    async def endless(batch: Sequence[ProcessedPrompt]) -> AsyncGenerator[list[Delta], None]:
-        nonlocal made
-        while True:
-            made += 1
-            yield [engine.delta(batch[0], piece)]
-            await asyncio.sleep(0)
-
-    engine.script = endless
-    body = json.dumps({"prompt": "a", "stream": True}).encode()
+    endless = Endless(engine)
     with connect(address) as client:
-        start = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        client.sendall(start + f"content-length: {len(body)}\r\n\r\n".encode() + body)
-        before = -1
-        deadline = time.monotonic() + SECONDS
-        while made != before or not made:
-            assert time.monotonic() < deadline, f"{made} pieces were made, and nobody reads them"
-            before = made
-            time.sleep(0.5)
-        assert made * len(piece) < 64 * 2**20
+        endless.ask(client)
+        assert endless.await_standstill() * len(PIECE) < 64 * 2**20
         assert httpx.get(address + "/health").status_code == 200
+    deadline = time.monotonic() + SECONDS
     while engine.open:
         assert time.monotonic() < deadline, "the client is gone, its request is not"
         time.sleep(0.02)
+
+
+def test_a_client_that_does_not_read_does_not_hold_up_the_end(capfd: pytest.CaptureFixture[str]) -> None:
+    """Nor is what it cannot be told any more an error of the server's."""
+    app, _, engine = make()
+    endless = Endless(engine)
+    with ExitStack() as clients, served(app) as address:
+        client = clients.enter_context(connect(address))
+        endless.ask(client)
+        endless.await_standstill()
+    said = capfd.readouterr().err
+    assert "Cancel 1 running" in said
+    assert "Traceback" not in said
+    assert engine.open == 0
 
 
 @pytest.mark.parametrize("method", ["HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"])
