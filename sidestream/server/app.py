@@ -167,7 +167,7 @@ async def _counted(service: Service, body: SamplingFields, answer: Awaitable[Res
         raise
     except Exception as error:
         known = errors.as_api_error(error, names=body.names())
-        if known.status == 500:
+        if known is error or known.status == 500:
             raise
         raise known from error
 
