@@ -68,6 +68,39 @@ def test_tokens_are_those_of_a_cpu_and_nothing_is_out_of_order(folder: Path, mod
     assert cached["again"] == 48
 
 
+@pytest.mark.parametrize(("mode", "budget"), [("none", 80), ("piecewise", 80), ("piecewise", 7)])
+def test_states_within_chunks_are_kept_in_order(folder: Path, mode: str, budget: int) -> None:
+    """Two prompts in one step with a state kept in each: their rows of a round lie apart. Both are continued. Steps of
+    seven tokens are replayed, padded to eight."""
+    settings = SETTINGS | {"max_num_batched_tokens": budget}
+    prompts = {"a": [*STEM, *TWO], "b": [*THREE, *STEM[:20]]}
+
+    def together(serving: Serving) -> dict[str, list[int]]:
+        for name, prompt in prompts.items():
+            serving.add(name, prompt, max_tokens=3)
+        serving.run()
+        for name, prompt in prompts.items():
+            serving.serve(f"{name} again", [*prompt[:35], 9], max_tokens=3)
+        return {name: served.tokens for name, served in serving.served.items()}
+
+    expected = together(Serving(folder, recorded=False, enable_prefix_caching=False, **settings))
+    serving = on_device(folder, mode, Order.RANDOM, **settings)
+    forward, splits = serving.built.runner.forward, 0
+
+    def counting(chunks: Any, *args: Any, **kw: Any) -> Any:
+        nonlocal splits
+        splits += sum(len(chunk.splits) for chunk in chunks)
+        return forward(chunks, *args, **kw)
+
+    serving.built.runner.forward = counting  # type: ignore[method-assign]
+    assert together(serving) == expected
+    assert (splits > 1) == serving.built.config.needs_snapshots
+    backend: Any = serving.built.runner.streams.backend
+    backend.check()
+    cached = {name: served.cached_tokens for name, served in serving.served.items()}
+    assert cached == {"a": 0, "b": 0, "a again": 32, "b again": 32}
+
+
 def test_modes_have_the_same_bits(folder: Path) -> None:
     rows = {}
     for mode in MODES:
