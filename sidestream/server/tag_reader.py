@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""What stands for the bytes of a character that was cut."""
 Reading = Generator[None, None, tuple[str, str | None]]
 """Yields whenever more text is needed; returns the text before the tag, and the tag, None if all text ended first."""
 
@@ -70,6 +72,8 @@ class TagReader:
         return min(found)
 
     def _held(self, tags: tuple[str, ...]) -> int:
-        """Characters at the end of the buffer that begin some tag."""
-        longest = min(len(self._buffer), max(map(len, tags), default=1) - 1)
-        return next((n for n in range(longest, 0, -1) if any(tag.startswith(self._buffer[-n:]) for tag in tags)), 0)
+        """Characters at the end of the buffer that begin some tag, whose last may be cut itself."""
+        text = self._buffer.rstrip(REPLACEMENT)
+        longest = min(len(text), max(map(len, tags), default=1) - 1)
+        begun = next((n for n in range(longest, 0, -1) if any(tag.startswith(text[-n:]) for tag in tags)), 0)
+        return begun + len(self._buffer) - len(text) if begun else 0

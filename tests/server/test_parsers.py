@@ -231,8 +231,9 @@ def test_no_part_of_a_tag_ends_cut_arguments(name: str) -> None:
     text = CALLS[name]
     whole = dict(parse(name, text, tools=TOOLS)[2])
     for length in range(len(text)):
-        for called, arguments in parse(name, text[:length], tools=TOOLS)[2]:
-            assert whole[called].startswith(arguments), text[:length]
+        for end in ("", "\N{REPLACEMENT CHARACTER}" if text[length] == BAR else ""):  # cut within the character
+            for called, arguments in parse(name, text[:length] + end, tools=TOOLS)[2]:
+                assert whole[called].startswith(arguments), text[:length]
 
 
 @pytest.mark.parametrize(
