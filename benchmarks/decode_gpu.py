@@ -138,7 +138,7 @@ def main() -> int:
                 command=["python", *sys.argv],
                 on_row=lambda row: print(row, flush=True),
             )
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, SidestreamError) as error:  # out of memory, for one
             traceback.print_exc()
             results["failed"].append({"cases": each.cases, "prefills": each.prefills, "error": repr(error)})
         else:
