@@ -47,7 +47,7 @@ class Metrics:
         self.first_token = self._histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.")
         self.inter_token = self._histogram("vllm:inter_token_latency_seconds", "Between tokens of a completion.")
         self.whole = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.")
-        self.queue = self._histogram("vllm:request_queue_time_seconds", "From the queue's end to the first step.")
+        self.queue = self._histogram("vllm:request_queue_time_seconds", "From joining the queue to the first step.")
         self.prefill = self._histogram("vllm:request_prefill_time_seconds", "From the first step to the first token.")
         self.decode = self._histogram("vllm:request_decode_time_seconds", "From the first token to the last.")
         self.inference = self._histogram(

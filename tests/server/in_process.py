@@ -108,12 +108,19 @@ def make(**settings: Any) -> tuple[FastAPI, Service, StandIn]:
 @contextmanager
 def served(app: FastAPI) -> Iterator[str]:
     """The application on a free port of this machine, in a thread; its address."""
+    with running(app, drain_seconds=1) as (address, _):
+        yield address
+
+
+@contextmanager
+def running(app: FastAPI, *, drain_seconds: int | None) -> Iterator[tuple[str, HttpServer]]:
+    """As ``served``, with the server itself."""
     with socket.create_server(("127.0.0.1", 0)) as bound:
-        server = HttpServer(app, drain_seconds=1)
+        server = HttpServer(app, drain_seconds=drain_seconds)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}", server
         finally:
             server.stop()
             thread.join(STOP_SECONDS)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 
 from sidestream.engine.async_engine import Delta
 from sidestream.engine.input_processor import ProcessedPrompt
-from tests.server.in_process import StandIn, make
+from tests.server.in_process import StandIn, error_of, make, running
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a"},
@@ -118,3 +121,25 @@ def test_a_body_that_is_still_being_sent() -> None:
     exchange = asyncio.run(run())
     assert exchange.sent[0]["status"] == 503
     assert json.loads(exchange.body)["error"]["code"] == "stopping"
+
+
+def test_an_end_at_once_is_told_too() -> None:
+    """The drain has no limit, and somebody would not wait for it."""
+    app, _, engine = make()
+    answers: list[httpx.Response] = []
+
+    def ask(address: str) -> None:
+        answers.append(httpx.post(address + "/v1/completions", json={"prompt": "a"}, timeout=60))
+
+    with running(app, drain_seconds=None) as (address, server):
+        client = threading.Thread(target=ask, args=(address,))
+        client.start()
+        while not engine.open:
+            assert client.is_alive()
+            time.sleep(0.01)
+        server.stop()
+        server.stop(at_once=True)
+        client.join()
+    error = error_of(answers[0], 503)
+    assert error["code"] == "stopping"
+    assert engine.open == 0
