@@ -228,6 +228,8 @@ class HiSparseRuntime:
 
     def _stage(self, chunks: Sequence[Chunk]) -> None:
         """Plan which host blocks the step's prefills read, each once."""
+        if all(chunk.is_decode for chunk in chunks):
+            return
         places: dict[int, int] = {}
         width = max(len(chunk.block_ids) for chunk in chunks)
         table = np.full((len(chunks) + 1, width), -1, dtype=np.int64)
