@@ -186,7 +186,7 @@ def run_job(job: Job, out: Path, *, limit: float) -> Outcome:
                 stdin=subprocess.DEVNULL,
                 stdout=written,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,  # and no session of its own, so that it ends with this one if that is killed
             )
         except OSError as error:
             return Outcome(job.name, "failed", detail=str(error))
