@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ LENGTHS = (7, 6)
 def test_a_first_token_run_as_a_decode_starts_from_nothing(setting: str, tmp_path: Path) -> None:
     """Both slots were left by longer sequences; the new ones begin alone and beside a decode."""
     oracle = make_model("glm5_next", tmp_path)
-    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 8}
+    limits: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 8}
     with captured_sizes(1, 2):
         harness = Harness(tmp_path, **limits) if setting == "cpu" else SimHarness(tmp_path, setting, **limits)
     harness.run(random_sequences((8, 7), vocab=VOCAB, seed=1), [[Part(0, 5), Part(1, 3)], [Part(0, 3), Part(1, 4)]])
