@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -166,6 +167,26 @@ def test_strict_functions_hold_where_the_model_chooses(client: openai.OpenAI) ->
     free = ask(client, tool_choice="none")
     held = ask(client, tools=strict)
     assert (held.message.content, held.finish_reason) == (free.message.content, free.finish_reason)
+
+
+def test_strict_calls_that_the_model_begins_are_held_to_their_schema(tmp_path: Path) -> None:
+    """A special token spells the opening here, as in real checkpoints, and a bias lets the model begin with it."""
+    folder = tmp_path / MODEL
+    shutil.copytree(bundled_model(), folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text((folder / name).read_text().replace("<|system|>", "<tool_call>"))
+    opening = load_tokenizer(folder).convert_tokens_to_ids("<tool_call>")  # type: ignore[union-attr]
+    with live_server(str(folder), "--served-model-name", MODEL) as server:
+        server.await_ready()
+        with openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client:
+            fields: dict[str, Any] = {"tools": strict(), "parallel_tool_calls": False}
+            fields["logit_bias"] = {str(opening): 100}
+            choice = ask(client, **fields)
+            check(calls_of(choice))
+            assert len(calls_of(choice)) == 1
+            assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+            assert streamed(client, **fields) == ("", calls_of(choice), "tool_calls")
 
 
 FUNCTION = TOOLS[0]["function"]
