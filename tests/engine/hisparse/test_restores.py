@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from sidestream.cache.placement import BACK_A_STEP
+from sidestream.config.engine import EngineConfig
+from sidestream.engine.build import build_engine
 from tests.engine.hisparse.pressed import host_memory, placement_of
+from tests.engine.hisparse.restored_blocks import asked_of, check_restores, settings_for
 from tests.engine.hisparse.test_serving import HOSTED, SETTINGS, act, both, prompt, same
 from tests.engine.prefix.serving import Serving
 from tests.engine.sim.harness import make_model, open_sim
@@ -77,6 +80,15 @@ def test_a_device_that_stays_short_brings_nothing_back(folder: Path) -> None:
             assert placement_of(serving.built).num_restored == 0
         serving.step()
     assert placement_of(serving.built).num_spilled > 20
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_ds_mla"])
+def test_the_body_that_a_gpu_runs_too(folder: Path, kv_cache_dtype: str) -> None:
+    plain: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_dtype": kv_cache_dtype}
+    plain |= {"memory_limit": "1GiB"}
+    hosted = EngineConfig(**plain | settings_for(8, 12), hisparse_host_memory=host_memory(folder, 60))
+    resident = EngineConfig(**plain | settings_for(8, 80))
+    check_restores(build_engine(folder, hosted), build_engine(folder, resident), asked_of(8))
 
 
 @pytest.mark.parametrize("mode", ["piecewise", "full"])

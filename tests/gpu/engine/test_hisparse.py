@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sidestream.engine.build import in_graph_mode
+from tests.engine.hisparse import restored_blocks
 from tests.engine.hisparse.spilled_rows import check_spilled_rows, settings_for
 from tests.gpu.engine.machine import bundled, prompts, run
 
@@ -48,3 +49,11 @@ def test_spilled_rows_are_what_they_were_on_the_device(mode: str, kv_cache_dtype
         **settings_for(prompt, 16, chunk=256),
     )
     check_spilled_rows(built, prompt)
+
+
+@pytest.mark.parametrize("mode", ["none", "piecewise", "full"])
+def test_blocks_come_back_when_there_is_room_again(mode: str) -> None:
+    plain = {"dtype": "bfloat16"}
+    hosted = bundled(mode, **plain, **restored_blocks.settings_for(16, 12), hisparse_host_memory=HOST_BYTES)
+    resident = bundled("none", **plain, **restored_blocks.settings_for(16, 80))
+    restored_blocks.check_restores(hosted, resident, restored_blocks.asked_of(16))
