@@ -2,27 +2,41 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+comma := ,
+RUN := $(VENV)/.installed-run
+DEV := $(VENV)/.installed
 
 .PHONY: help venv generate test gpu-test check format lint types bench-cpu gpu-bench gpu-bench-streams gpu-bench-decode clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-venv: $(STAMP) ## make the virtual environment with the pinned dependencies
+venv: $(DEV) ## make the virtual environment with all pinned dependencies
 
-$(STAMP): $(wildcard requirements/*.txt) pyproject.toml
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else "Sidestream needs Python 3.11 to 3.13, $(PYTHON) is %d.%d; set PYTHON=..." % v[:2])'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing pinned dependencies into $(VENV) (once, a few minutes) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt 2> $(VENV)/pip.log || (cat $(VENV)/pip.log; exit 1)
+# $(call install,what,file,files whose names are shown,size)
+define install
+	@echo "Installing $(1) into $(VENV), once ($(2), $(4)):"
+	@sed -E '/^(#|-r|$$)/d; s/==/ /' $(3) | paste -sd, - | sed 's/,/, /g' | fold -s -w 110 | sed 's/^/  /'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(2) 2> $(VENV)/pip.log || (cat $(VENV)/pip.log; exit 1)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . 2>> $(VENV)/pip.log || (cat $(VENV)/pip.log; exit 1)
-	@touch $(STAMP)
+endef
 
-generate: $(STAMP) ## answer the bundled prompts with the bundled checkpoint
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else "Sidestream needs Python 3.11 to 3.13, $(PYTHON) is %d.%d; set PYTHON=..." % v[:2])'
+	@$(PYTHON) -m venv $(VENV)
+
+$(RUN): requirements/run.txt pyproject.toml | $(BIN)/python
+	$(call install,what the engine runs on,requirements/run.txt,requirements/run.txt,1.2 GB with a CPU build of torch)
+	@touch $@
+
+$(DEV): $(RUN) $(wildcard requirements/*.txt)
+	$(call install,what the tests need: the server$(comma) real clients of it$(comma) checkers,requirements/dev.txt,$(filter-out %/run.txt,$(wildcard requirements/*.txt)),1.6 GB more)
+	@touch $@
+
+generate: $(RUN) ## answer the bundled prompts with the bundled checkpoint
 	@$(BIN)/sidestream generate --demo
 
-test: $(STAMP) ## run every test that needs no GPU, a process a core
+test: $(DEV) ## run every test that needs no GPU, a process a core
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 gpu-test: ## run the tests that need a Hopper GPU, with PYTHON as it is
@@ -30,16 +44,16 @@ gpu-test: ## run the tests that need a Hopper GPU, with PYTHON as it is
 
 check: format lint types test ## format, lint, check types, then test
 
-format: $(STAMP) ## rewrite sources in the house format
+format: $(DEV) ## rewrite sources in the house format
 	$(BIN)/ruff format .
 
-lint: $(STAMP) ## lint
+lint: $(DEV) ## lint
 	$(BIN)/ruff check --fix .
 
-types: $(STAMP) ## mypy, strict
+types: $(DEV) ## mypy, strict
 	$(BIN)/mypy
 
-bench-cpu: $(STAMP) ## compare with transformers on this CPU
+bench-cpu: $(DEV) ## compare with transformers on this CPU
 	$(BIN)/python benchmarks/cpu_vs_transformers.py
 
 gpu-bench: ## run every benchmark on a GPU, print one table, write benchmarks/results/h200-DATE.json
