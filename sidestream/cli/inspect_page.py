@@ -7,6 +7,7 @@ import html
 import json
 import struct
 import zlib
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
@@ -22,6 +23,8 @@ PAPER, EMPTY, FULL = (232, 236, 240), (255, 255, 255), (20, 70, 140)
 """Colours of a cell behind the query, of one that was not chosen, and of one that was chosen whole."""
 SHADES = ("#2563a8", "#b45309", "#0f766e", "#7c3aed", "#9d174d", "#4d7c0f")
 LANE, WIDTH = 34, 1100
+TICKS = 5
+NO_INDEXER = "<p>The model has no indexer.</p>"
 LISTED = 12
 """Names in the timeline's table."""
 MAX_ENTRIES = 1_000_000
@@ -34,7 +37,9 @@ def page(inspection: Inspection) -> str:
     parts = {
         "TITLE": html.escape(f"{inspection.model} on {inspection.device}"),
         "FACTS": html.escape(_facts(inspection)),
-        "MAPS": "\n".join(_map(selection) for selection in inspection.selections) or "<p>The model has no indexer.</p>",
+        "LAYERS": _layers(inspection),
+        "MAPS": "\n".join(_map(i, s, inspection) for i, s in enumerate(inspection.selections)) or NO_INDEXER,
+        "STEP": html.escape(_step(inspection)),
         "TIMELINE": _timeline(inspection.lanes),
         "LEDGER": _ledger(inspection.ledger),
         "DATA": _data(inspection),
@@ -54,15 +59,50 @@ def _facts(inspection: Inspection) -> str:
     return f"{inspection.num_prompt} prompt tokens, {made} generated{limit}"
 
 
-def _map(selection: Selection) -> str:
+def _map(place: int, selection: Selection, inspection: Inspection) -> str:
     heat = selection.heat(min(COLUMNS, max(selection.chosen, default=0) + 1))
     heat = heat[np.unique(np.linspace(0, len(heat) - 1, min(ROWS, len(heat))).astype(int))] if len(heat) else heat
     leader, followers = selection.layers[0], selection.layers[1:]
-    name = f"layer {leader}" + (f", for layers {', '.join(map(str, followers))} too" if followers else "")
+    name = f"Layers {_listed(selection.layers)}: layer {leader} chooses" if followers else f"Layer {leader}"
     picture = base64.b64encode(png(_colours(heat))).decode()
+    last = max(selection.chosen, default=0)
+    prompt = 100 * inspection.num_prompt / (last + 1)
     return (
-        f'<figure><figcaption>{name}</figcaption><img alt="What the indexer of layer {leader} chose" '
-        f'src="data:image/png;base64,{picture}"></figure>'
+        f'<figure><figcaption>{name}</figcaption><div class="map" data-group="{place}"><img '
+        f'alt="What the indexer of layer {leader} chose" src="data:image/png;base64,{picture}">'
+        f'<i class="prompt" style="top:{prompt:.2f}%"></i><i class="at"></i></div>'
+        f'<div class="axis"><span>token 0</span><span>chosen token →</span><span>{last}</span></div></figure>'
+    )
+
+
+def _layers(inspection: Inspection) -> str:
+    """Every layer by number: what attends there, and whose indexer it goes by."""
+    leader_of = {layer: selection.layers[0] for selection in inspection.selections for layer in selection.layers}
+    chips = []
+    for number, attention in enumerate(inspection.layers):
+        leader = leader_of.get(number)
+        if leader is None:
+            kind, note = "plain", ""
+        elif leader == number:
+            kind, note = "leader", ": chooses"
+        else:
+            kind, note = "follower", f": as layer {leader}"
+        chips.append(f'<li class="{kind}"><b>{number}</b> {attention}{note}</li>')
+    return f'<ol class="layers">{"".join(chips)}</ol>'
+
+
+def _listed(layers: Sequence[int]) -> str:
+    names = [str(layer) for layer in layers]
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _step(inspection: Inspection) -> str:
+    if inspection.traced_position is None:
+        return "No step was traced."
+    return (
+        f"The decode step of token {inspection.traced_position} under the profiler, which makes it slower than in "
+        "service. A block is an operator, or a kernel of a GPU; its name and time show under the pointer. "
+        f"{inspection.trace.name} is the whole trace, for chrome://tracing or ui.perfetto.dev."
     )
 
 
@@ -104,17 +144,34 @@ def _timeline(lanes: list[Lane]) -> str:
                 f'<rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{LANE}" fill="{shade[span.name]}">'
                 f"<title>{title}</title></rect>"
             )
-    height = 22 + len(lanes) * (LANE + 18)
+    height = 22 + len(lanes) * (LANE + 18) + 4
+    for tick in range(TICKS + 1):
+        x, anchor = WIDTH * tick / TICKS, "start" if tick == 0 else "end" if tick == TICKS else "middle"
+        parts.append(f'<line x1="{x:.1f}" y1="22" x2="{x:.1f}" y2="{height - 14}"/>')
+        parts.append(
+            f'<text class="tick" x="{x:.1f}" y="{height}" text-anchor="{anchor}">'
+            f"{_time_of(whole * tick / TICKS)}</text>"
+        )
     rows = "".join(
         f'<tr><td><i style="background:{shade[name]}"></i>{html.escape(name)}</td>'
-        f"<td>{_time(lanes, name):.1f}</td></tr>"
+        f"<td>{_calls(lanes, name)}</td><td>{_time(lanes, name):.1f}</td>"
+        f"<td>{100 * _time(lanes, name) / whole:.1f} %</td></tr>"
         for name in names[:LISTED]
     )
     return (
         f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="Timeline of one decode step">'
         f"{''.join(parts)}</svg>"
-        f"<p>{whole:.0f} us from first to last.</p><table><tr><th>most time</th><th>us</th></tr>{rows}</table>"
+        f"<p>{_time_of(whole)} from the first operator to the last.</p>"
+        f"<table><tr><th>most time</th><th>calls</th><th>us</th><th>of the step</th></tr>{rows}</table>"
     )
+
+
+def _calls(lanes: list[Lane], name: str) -> int:
+    return sum(span.name == name for lane in lanes for span in lane.spans)
+
+
+def _time_of(us: float) -> str:
+    return f"{us / 1000:.1f} ms" if us >= 1000 else f"{us:.0f} us"
 
 
 def _time(lanes: list[Lane], name: str) -> float:
@@ -125,11 +182,20 @@ def _ledger(ledger: dict[str, Any]) -> str:
     rows = [(name, part["predicted"], part["measured"]) for name, part in ledger["parts"].items()]
     rows.append(("all parts", ledger["predicted"], ledger["measured"]))
     lines = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{predicted / 2**20:.1f}</td><td>{measured / 2**20:.1f}</td></tr>"
+        f"<tr><td>{html.escape(name)}</td><td>{size(predicted)}</td><td>{size(measured)}</td></tr>"
         for name, predicted, measured in rows
     )
-    budget = f"<tr><td>budget</td><td></td><td>{ledger['budget'] / 2**20:.1f}</td></tr>"
-    return f"<table><tr><th>MiB</th><th>predicted</th><th>measured</th></tr>{lines}{budget}</table>"
+    budget = f"<tr><td>budget (memory_limit)</td><td></td><td>{size(ledger['budget'])}</td></tr>"
+    return f"<table><tr><th>part</th><th>foreseen</th><th>measured</th></tr>{lines}{budget}</table>"
+
+
+def size(count: int) -> str:
+    """Bytes in the largest unit of which there is at least one."""
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(value) >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
 def _data(inspection: Inspection) -> str:

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sidestream import LLM, RequestError, SamplingParams
-from sidestream.cli.inspect_page import png
+from sidestream.cli.inspect_page import png, size
 from sidestream.cli.main import app
 from sidestream.engine.inspection.selection import Selection
 from sidestream.engine.inspection.timeline import lanes_of
@@ -96,6 +96,40 @@ def test_the_trace_is_a_chrome_trace_of_one_step(output: Path) -> None:
     assert "weights" in page
 
 
+def test_every_layer_is_named_with_whose_choice_it_goes_by(output: Path) -> None:
+    chips = re.findall(r'<li class="(\w+)"><b>(\d+)</b> ([^<]*)</li>', output.read_text())
+    assert chips == [
+        ("plain", "0", "KDA"),
+        ("plain", "1", "KDA"),
+        ("leader", "2", "sparse MLA: chooses"),
+        ("follower", "3", "sparse MLA: as layer 2"),
+        ("plain", "4", "KDA"),
+        ("leader", "5", "sparse MLA: chooses"),
+    ]
+    assert "<figcaption>Layers 2 and 3: layer 2 chooses</figcaption>" in output.read_text()
+
+
+def test_the_traced_step_is_named_and_its_times_have_an_axis(output: Path, data: dict[str, Any]) -> None:
+    text = output.read_text()
+    assert f"The decode step of token {data['prompt'] + 3} under the profiler" in text
+    assert "page.trace.json is the whole trace" in text
+    ticks = re.findall(r'<text class="tick" [^>]*>([0-9.]+ (?:us|ms))</text>', text)
+    assert len(ticks) == 6
+    assert f"<p>{ticks[-1]} from the first operator to the last.</p>" in text
+
+
+def test_sizes_have_a_fitting_unit() -> None:
+    assert [size(n) for n in (0, 1023, 1024, 27 * 1024, 20 * 2**20, 3 * 2**39, 5 * 2**50)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "27.0 KiB",
+        "20.0 MiB",
+        "1.5 TiB",
+        "5120.0 TiB",
+    ]
+
+
 def test_lanes_are_streams_where_a_device_worked() -> None:
     def event(name: str, cat: str, tid: object, ts: float, dur: float) -> dict[str, Any]:
         return {"ph": "X", "name": name, "cat": cat, "tid": tid, "ts": ts, "dur": dur}
@@ -161,5 +195,19 @@ def test_the_page_works_in_a_browser(output: Path, data: dict[str, Any]) -> None
         chosen = page.locator("#text span.chosen").evaluate_all("found => found.map(span => span.title)")
         assert chosen == [f"token {i}" for i in data["groups"][0]["chosen"]["100"]]
         assert page.locator("#text span.query").get_attribute("title") == "token 100"
+        page.locator("#group").select_option("-1")
+        chosen = page.locator("#text span.chosen").evaluate_all("found => found.map(span => span.title)")
+        both = {i for group in data["groups"] for i in group["chosen"]["100"]}
+        assert chosen == [f"token {i}" for i in sorted(both)]
+        picture = page.locator(".map").nth(1)
+        box = picture.bounding_box()
+        assert box is not None
+        asking = len(data["tokens"]) - 1
+        picture.click(position={"x": 5, "y": box["height"] * 80.5 / asking})
+        title = page.locator("#text span.query").get_attribute("title")
+        assert title in ("token 79", "token 80"), "rows are less than two pixels high, and the pointer has whole ones"
+        assert page.locator("#group").input_value() == "1", "the picture that was clicked"
+        chosen = page.locator("#text span.chosen").evaluate_all("found => found.map(span => span.title)")
+        assert chosen == [f"token {i}" for i in data["groups"][1]["chosen"][title.split()[1]]]
         browser.close()
     assert troubles == []

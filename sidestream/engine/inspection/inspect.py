@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sidestream.config.model import AttentionKind
 from sidestream.core.sampling_params import SamplingParams
 from sidestream.engine.input_processor import Prompt
 from sidestream.engine.inspection.selection import Selection, record
@@ -17,6 +18,13 @@ TRACED_AT = 4
 """Tokens generated before the step that is traced: a decode, with everything warm."""
 
 
+ATTENTION_NAMES = {
+    AttentionKind.KDA: "KDA",
+    AttentionKind.SPARSE_MLA: "sparse MLA",
+    AttentionKind.DENSE_MLA: "dense MLA",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Inspection:
     """One request, from outside and inside.
@@ -24,8 +32,9 @@ class Inspection:
     Attributes:
         tokens: text of every token, prompt and completion.
         num_prompt: how many of them are the prompt's.
+        layers: of the model, what attends there: "KDA", "dense MLA", "sparse MLA".
         selections: by index group, leaders in layer order.
-        lanes: of the traced step.
+        lanes: of the traced step, which computed the token at ``traced_position``; its Chrome trace is ``trace``.
         ledger: as plain data, in bytes.
     """
 
@@ -35,8 +44,10 @@ class Inspection:
     num_prompt: int
     topk: int | None
     selections: list[Selection]
+    layers: list[str]
     lanes: list[Lane]
     traced_position: int | None
+    trace: Path
     ledger: dict[str, Any]
 
 
@@ -83,8 +94,10 @@ def inspect_request(folder: Path, prompt: Prompt, *, max_tokens: int, trace: Pat
         num_prompt=len(delta.output.prompt_token_ids),
         topk=None if indexer is None else indexer.topk,
         selections=selections,
+        layers=[ATTENTION_NAMES[layer.attention] for layer in llm.built.config.model.layers],
         lanes=lanes,
         traced_position=traced,
+        trace=trace,
         ledger=llm.ledger().as_json(),
     )
 
