@@ -39,6 +39,7 @@ class ToolChoice:
         forced: the answer must be calls.
         named: the only function that must be called.
         strict: generation is held to the format of calls, whether it must call or only may.
+        formatted: an answer that is no call has the form of ``response_format``.
     Raises:
         RequestError: naming the field at fault.
     """
@@ -59,8 +60,10 @@ class ToolChoice:
         if self.named is not None and self.named not in names:
             raise RequestError(f"tool_choice names the function {shown(self.named)}, tools has {shown(names)}")
         strict = [tool.function.name for tool in self.tools or () if tool.function.strict]
-        limited = bool(self.tools) and not self.parallel and self._forms is not None
-        self.strict = self.forced or bool(strict) or limited
+        asked = body.response_format is not None and body.response_format.type != "text"
+        self.formatted = bool(self.tools) and asked and self._forms is not None
+        limited = bool(self.tools) and not self.parallel and self._forms is not None and body.structured_outputs is None
+        self.strict = self.forced or bool(strict) or limited or self.formatted
         if self.strict and self._forms is None:
             what = (
                 f"tool_choice is {_said(body)}" if self.forced else f"tools holds {shown(strict[0])}, which is strict"
@@ -70,12 +73,18 @@ class ToolChoice:
             for place, tool in enumerate(self.tools or ()):
                 _check_function(tool, f"tools.{place}.function")
 
-    def form(self) -> Form:
-        """What the answer must look like behind any reasoning."""
+    def form(self, answer: Form | None) -> Form:
+        """What the answer must look like behind any reasoning.
+
+        Args:
+            answer: what it must be where it is no call; None for text.
+        """
         assert self._forms is not None, "only an answer parser's format can be held to"
         calls = [self._call(self._forms, tool) for tool in self.tools or () if self.named in (None, tool.function.name)]
-        made = self._forms.block if self.forced else self._forms.among_text
-        return made(calls, parallel=self.parallel)
+        if not self.forced and answer is None:
+            return self._forms.among_text(calls, parallel=self.parallel)
+        block = self._forms.block(calls, parallel=self.parallel)
+        return block if self.forced or answer is None else either([answer, block])
 
     def _call(self, forms: CallForms, tool: Tool) -> Form:
         function = tool.function
@@ -97,7 +106,7 @@ def constrain(
         params: with the form of ``response_format`` or ``structured_outputs``, if there is one.
         thinking: the prompt ends within that part.
     Raises:
-        RequestError: two forms are asked for, or the tokenizer cannot spell the tags.
+        RequestError: two forms contradict each other, or the tokenizer cannot spell the tags.
     """
     forms = FORMS.get(parser)
     if forms is None:
@@ -105,12 +114,14 @@ def constrain(
     params = replace(params, skip_special_tokens=params.skip_special_tokens and not _special(tokenizer, forms.opening))
     asked = params.structured_outputs
     if choice.strict:
-        if asked is not None:
-            raise RequestError("tools that generation is held to, and response_format or structured_outputs: give one")
+        if asked is not None and not choice.formatted:
+            raise RequestError("tools that generation is held to contradict structured_outputs; give one of them")
         _check_spelling(tokenizer, forms.opening, parser)
+        answer = None if asked is None or choice.forced else _as_form(asked)
         closed = prompt.rstrip().endswith(END_THINK)
-        form = behind_reasoning(choice.form(), thinking=thinking, closed=closed)
-        return replace(params, structured_outputs=_outputs(form, source="tools"))
+        form = behind_reasoning(choice.form(answer), thinking=thinking, closed=closed)
+        control_characters = asked is None or answer is None or asked.control_characters
+        return replace(params, structured_outputs=_outputs(form, source="tools", control_characters=control_characters))
     if asked is not None and thinking:
         form = behind_reasoning(_as_form(asked), thinking=True, closed=False)
         outputs = _outputs(form, source=asked.source, control_characters=asked.control_characters)

@@ -20,9 +20,11 @@ from sidestream.core.structured_outputs import StructuredOutputs
 from sidestream.engine.llm import bundled_model
 from sidestream.engine.tokenizer import load_tokenizer
 from sidestream.errors import RequestError
+from sidestream.server.call_forms import FORMS
 from sidestream.server.protocol import ChatRequest
 from sidestream.server.tool_choice import ToolChoice, constrain
 from tests.engine.tiny_tokenizers import byte_fallback
+from tests.server.drawer import Drawer
 from tests.server.live_server import LiveServer, live_server
 
 MODEL = "model"
@@ -205,9 +207,9 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": TOOLS, "tool_choice": "required", "min_tokens": 3}, "min_tokens", "which tools cannot have"),
     ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "which tools cannot have"),
     (
-        {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+        {"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}},
         "tools",
-        "response_format",
+        "contradict structured_outputs",
     ),
 ]
 BAD_PARAMETERS: list[tuple[dict[str, Any], str, str]] = [
@@ -311,3 +313,28 @@ def test_forms_wait_for_the_end_of_reasoning() -> None:
         assert held(spelling(), choose("none"), params, parser="none", thinking=True).structured_outputs == form
     with pytest.raises(RequestError, match=r"^structured_outputs json is not a JSON schema"):
         held(spelling(), choose(), SamplingParams(structured_outputs=StructuredOutputs(json="{")), thinking=True)
+
+
+@pytest.mark.parametrize("parser", ["glm", "deepseek_v31", "deepseek_v32"])
+@pytest.mark.parametrize("thinking", [True, False])
+def test_an_answer_is_a_call_or_has_the_form_asked_for(parser: str, thinking: bool) -> None:
+    """``response_format`` says what content looks like, and calls are none."""
+    drawer, params = Drawer(), SamplingParams(structured_outputs=StructuredOutputs(json={"type": "boolean"}))
+    json_only: Any = {"type": "json_schema", "json_schema": {"name": "b", "schema": {"type": "boolean"}}}
+    now = {"type": "function", "function": {"name": "now", "parameters": NOW}}
+    block = drawer.draw(FORMS[parser].block([FORMS[parser].call("now", NOW)], parallel=False), 0)
+    for tools in ([now], [now | {"function": now["function"] | {"strict": True}}]):  # type: ignore[operator]
+        for choice, of_json, of_call in (("auto", True, True), ("required", False, True)):
+            chosen = choose(parser, tools=tools, tool_choice=choice, response_format=json_only)
+            prompt = "<think>" if thinking else "</think>"
+            outputs = held(
+                drawer.tokenizer, chosen, params, parser, prompt=prompt, thinking=thinking
+            ).structured_outputs
+            assert outputs is not None
+            form = json.loads(str(outputs.structural_tag))["format"]
+            before = "so</think>" if thinking else ""
+            assert drawer.accepts(form, f"{before}true") is of_json
+            assert drawer.accepts(form, before + block) is of_call
+            assert not drawer.accepts(form, f"{before}text")
+    assert not choose(parser, response_format={"type": "text"}).strict
+    assert not choose(parser, structured_outputs={"regex": "a"}, parallel_tool_calls=False).strict
