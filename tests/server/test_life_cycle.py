@@ -85,6 +85,7 @@ def test_a_limited_drain_says_so_to_those_it_ends() -> None:
         ((status, answer),) = whole
         assert status == 503
         assert answer["error"]["code"] == "stopping"  # type: ignore[index]
+    assert server.lines[-2].endswith("; 2 requests cut off by --drain-seconds\n")
 
 
 def test_a_killed_engine_is_503_and_a_failed_exit() -> None:
