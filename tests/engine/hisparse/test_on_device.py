@@ -50,3 +50,21 @@ def test_hot_slots_of_exactly_top_k_and_of_many(mode: str, factor: int, tmp_path
     assert placement_of(pressed.built).num_spilled > 4
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("starved", "mode"), [("spills", "full"), ("index groups", "piecewise"), ("compute", "none")])
+def test_a_stream_that_gets_nothing_before_it_must(starved: str, mode: str, tmp_path: Path) -> None:
+    """Copies that run as late as they may, and then steps that do: the same bits."""
+    make_model("glm_moe_dsa", tmp_path)
+    lengths = [60, 25]
+    sequences = random_sequences(lengths, vocab=VOCAB, seed=9)
+    schedule = long_and_short(lengths, 46)
+    settings = PRESSED | SIM
+    want = SimHarness(tmp_path, "none", **settings | {"num_blocks": 60}).run(sequences, schedule)
+    host = {"hisparse_host_memory": host_memory(tmp_path, 60), "hisparse_watermark": 0.3}
+    pressed = SimHarness(tmp_path, mode, backend=open_sim(Order.STARVED, starved=starved), **settings | host)
+    open_blocks(pressed, 3)
+    got = pressed.run(sequences, schedule)
+    assert placement_of(pressed.built).num_spilled > 4
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
