@@ -24,7 +24,7 @@ def test_rows_of_every_kind(block_size: int, dtypes: tuple[torch.dtype, torch.dt
     for t, count in enumerate(valid):
         logical[t, :count] = torch.randperm(blocks * block_size)[:count].sort().values.to(torch.int32)
     want, want_counts = torch.full((8, width), POISON, dtype=dtypes[1]), torch.full((8,), POISON, dtype=torch.int32)
-    out, counts = want.to(DEVICE), want_counts.to(DEVICE)
+    out, counts = want.clone().to(DEVICE), want_counts.clone().to(DEVICE)
     reference.logical_to_physical(
         logical, table, token_rows=token_rows, block_size=block_size, out=want, counts=want_counts
     )
