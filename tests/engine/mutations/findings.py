@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from sidestream.streams.simulated.schedule import DeviceFaultError
 from sidestream.streams.simulated.site import Site
 from tests.engine.mutations.sites import PACKAGE
 from tests.engine.mutations.subject import Outcome
@@ -76,6 +77,18 @@ class OtherTokens:
 
     def seen_in(self, outcome: Outcome, clean: Outcome) -> bool:
         return outcome.error is None and outcome.tokens != clean.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StrayIndices:
+    """What nobody wrote is taken as indices: they lie outside of what they point into, or give other tokens."""
+
+    def seen_in(self, outcome: Outcome, clean: Outcome) -> bool:
+        if outcome.error is None:
+            return outcome.tokens != clean.tokens
+        return isinstance(outcome.error, DeviceFaultError) and bool(
+            re.search("out of (range|bounds)", str(outcome.error))
+        )
 
 
 @dataclass(frozen=True, slots=True)

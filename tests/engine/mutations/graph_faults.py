@@ -14,7 +14,7 @@ from tests.engine.mutations.fault import (
     REWRITTEN,
     Fault,
 )
-from tests.engine.mutations.findings import OtherTokens, Refused, Unordered
+from tests.engine.mutations.findings import OtherTokens, Refused, StrayIndices, Unordered
 from tests.engine.mutations.sites import Edit
 from tests.engine.mutations.subject import Workload
 
@@ -127,7 +127,7 @@ CAPTURES = (
         "indexer of any batch left in the segment",
         (Edit(INDEXER, "Indexer.__call__", "if get_forward_context().inputs.uniform:", "if True:"),),
         BOTH,
-        OtherTokens(),
+        StrayIndices(),
     ),
     Fault(
         "a body keeps the row count of its capture",

@@ -18,7 +18,7 @@ from tests.engine.mutations.fault import (
     READ_EARLY,
     Fault,
 )
-from tests.engine.mutations.findings import LostOverlap, OtherTokens, Refused, Unordered
+from tests.engine.mutations.findings import LostOverlap, Refused, StrayIndices, Unordered
 from tests.engine.mutations.sites import Edit
 from tests.engine.mutations.subject import Workload
 
@@ -131,7 +131,7 @@ CONVERSION = (
         "selection of the last step taken for this one's",
         (Edit(GROUP, "SparseMLAIndexGroup.begin_step", "self._resolved = False", "pass"),),
         NONE,
-        OtherTokens(),
+        StrayIndices(),
     ),
     Fault(
         "buffers of a group made anew each step under a full graph",
