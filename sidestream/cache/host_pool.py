@@ -19,6 +19,20 @@ SPARE_BYTES = 1 << 30
 ALIGN = 4096
 
 
+def require_room(nbytes: int) -> None:
+    """Check that the machine has memory for a host pool of so many bytes.
+
+    Raises:
+        CapacityError: it has less, with both figures.
+    """
+    available = psutil.virtual_memory().available
+    if nbytes + SPARE_BYTES > available:
+        raise CapacityError(
+            f"a host pool of {nbytes} bytes and {SPARE_BYTES} bytes to spare are more than the {available} bytes of "
+            "memory that this machine has left; lower hisparse_host_memory"
+        )
+
+
 class HostPool:
     """``num_blocks`` blocks a layer, each layer's in one piece, and behind them one that is scratch.
 
@@ -41,7 +55,7 @@ class HostPool:
         self._layers: dict[int, torch.Tensor] = {}
         num_blocks += 1
         rows = num_blocks * group.rows_per_block
-        self._refuse_too_large()
+        require_room(self.nbytes)
         if device.type != "cuda":
             for layer in group.layers:
                 self._layers[layer] = torch.empty((rows, group.row_elems), dtype=group.dtype, device=device)
@@ -88,14 +102,6 @@ class HostPool:
     def __del__(self) -> None:
         self.close()
 
-    def _refuse_too_large(self) -> None:
-        available = psutil.virtual_memory().available
-        if self.nbytes + SPARE_BYTES > available:
-            raise CapacityError(
-                f"a host pool of {self.nbytes} bytes ({self.num_blocks} KV blocks) and {SPARE_BYTES} bytes to spare "
-                f"are more than the {available} bytes of memory that this machine has left; lower hisparse_host_memory"
-            )
-
     def _pin(self, piece: torch.Tensor) -> None:
         """Chunks of whole blocks that begin on whole pages."""
         blocks = max(CHUNK_BYTES // self._block_bytes, 1)
@@ -108,6 +114,6 @@ class HostPool:
             if int(error) != 0:
                 raise CapacityError(
                     f"pinning {chunk.numel()} bytes of the host pool failed with CUDA error {int(error)}; lower "
-                    "host_memory, or raise the limit on locked memory (ulimit -l)"
+                    "hisparse_host_memory, or raise the limit on locked memory (ulimit -l)"
                 )
             self._registered.append(chunk.data_ptr())

@@ -14,6 +14,7 @@ from sidestream.attention.latent import PagedLatentAttention
 from sidestream.attention.step_inputs import ROW_BUCKET, StepInputsBuilder
 from sidestream.cache.groups import CacheGroups, plan_cache_groups
 from sidestream.cache.hisparse import HiSparseRuntime
+from sidestream.cache.host_pool import require_room
 from sidestream.cache.hosted_rows import HOT_TABLES, HostedRows
 from sidestream.cache.pools import SNAPSHOTS, CachePools
 from sidestream.config.engine import EngineConfig
@@ -103,6 +104,8 @@ def build_engine(
     config = resolve(
         user, model_config, cuda_available=torch.cuda.is_available(), device_memory=memory_size(user.device)
     )
+    if config.host_memory:
+        require_room(config.host_memory)
     dtype, layout = getattr(torch, config.dtype), _row_layout(config)
     groups = plan_cache_groups(
         model_config,

@@ -1,4 +1,4 @@
-"""PITFALLS 10: index-sharing patterns in every form, and the patterns that have no meaning."""
+"""Fault 10 of docs/faults.md: index-sharing patterns in every form, and the patterns that have no meaning."""
 
 from __future__ import annotations
 

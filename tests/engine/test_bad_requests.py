@@ -1,4 +1,4 @@
-"""PITFALLS 1: beside a long good stream, every kind of bad request is refused by name and changes nothing else."""
+"""Fault 1 of docs/faults.md: beside a long stream, each bad request is refused by name and changes nothing else."""
 
 from __future__ import annotations
 

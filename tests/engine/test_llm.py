@@ -83,7 +83,7 @@ def test_pools_return_to_their_start(checkpoint: Checkpoint) -> None:
 
 
 def test_a_reused_slot_shows_nothing_of_its_last_owner(checkpoint: Checkpoint) -> None:
-    """PITFALLS 2: one seat; a one-token prompt after a long one equals the same prompt on a fresh engine."""
+    """Fault 2 of docs/faults.md: in one seat, a one-token prompt after a long one equals the same on a fresh engine."""
     folder, oracle = checkpoint
     llm = LLM(folder, block_size=8, num_blocks=16, max_num_seqs=1, max_num_batched_tokens=16, max_model_len=96)
     llm.generate(random_sequences((60,), vocab=136, seed=9), greedy(10))

@@ -1,4 +1,4 @@
-"""PITFALLS 1 over HTTP: bad requests are refused one by one with a reason, and hurt nobody."""
+"""Fault 1 of docs/faults.md over HTTP: bad requests are refused one by one with a reason, and hurt nobody."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PITFALLS 15 over HTTP: stop strings across tokens, streamed and whole."""
+"""Fault 15 of docs/faults.md over HTTP: stop strings across tokens, streamed and whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PITFALLS 7 on a CPU and on the simulated device; ``tests/gpu/engine/test_hisparse.py`` runs the same on a GPU."""
+"""Fault 7 of docs/faults.md, on a CPU and the simulated device; ``tests/gpu/engine/test_hisparse.py`` is of a GPU."""
 
 from __future__ import annotations
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sidestream.cache import host_pool
+from sidestream.cache.host_pool import SPARE_BYTES
 from sidestream.cache.hosted_rows import HostedSizes
 from sidestream.core.batch import Chunk
+from sidestream.engine import build
 from sidestream.errors import CapacityError, ConfigError
 from tests.engine.hisparse.pressed import host_memory, placement_of
 from tests.engine.hisparse.test_serving import SETTINGS, act, prompt, same
@@ -135,3 +139,13 @@ def test_a_length_that_may_shrink_leaves_room_for_blocks(folder: Path) -> None:
     assert 64 < serving.built.max_model_len < 2048
     with pytest.raises(CapacityError, match="tables of hot slots"):
         Serving(folder, **plain, **memory, memory_limit=weights + (7 << 20), max_model_len=2048)
+
+
+def test_a_host_pool_without_room_is_refused_before_weights_are_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = SimpleNamespace(available=host_memory(folder, 12) + SPARE_BYTES - 1, total=2**40)
+    monkeypatch.setattr(host_pool.psutil, "virtual_memory", lambda: left)
+    monkeypatch.setattr(build, "load_model", lambda *_args, **_settings: pytest.fail("weights were loaded"))
+    with pytest.raises(CapacityError, match="lower hisparse_host_memory"):
+        hosted(folder, 12)

@@ -39,7 +39,7 @@ def test_the_same_bits_in_every_mode(dtype: str) -> None:
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_ds_mla", "mxfp8"])
 @pytest.mark.parametrize("mode", ["none", "piecewise", "full"])
 def test_spilled_rows_are_what_they_were_on_the_device(mode: str, kv_cache_dtype: str) -> None:
-    """PITFALLS 7, in blocks of 16 tokens."""
+    """Fault 7 of docs/faults.md, in blocks of 16 tokens."""
     prompt = 700
     built = bundled(
         mode,
