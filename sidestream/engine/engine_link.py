@@ -90,6 +90,7 @@ class EngineLink:
                 elif isinstance(event, Died):
                     raise EngineDeadError(f"the engine failed at its start: {event.message}")
                 elif isinstance(event, Ready):
+                    shutil.rmtree(self._folder, ignore_errors=True)  # connected: a killed parent leaves nothing behind
                     return event
         finally:
             tasks = [ended] if message is None else [ended, message]

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import httpx
 
@@ -113,12 +114,13 @@ def test_a_killed_engine_is_503_and_a_failed_exit() -> None:
         assert "exit code -9" in "".join(server.lines)
 
 
-def test_an_engine_without_its_server_ends() -> None:
-    with live_server() as server:
+def test_an_engine_without_its_server_ends_and_leaves_no_socket(tmp_path: Path) -> None:
+    with live_server(environment={"TMPDIR": str(tmp_path)}) as server:
         server.await_ready()
         engine = server.engine_pid
         server.process.kill()
         await_gone(engine)
+    assert not list(tmp_path.glob("sidestream-*"))
 
 
 def test_a_start_can_be_ended() -> None:
