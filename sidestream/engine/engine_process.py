@@ -12,7 +12,6 @@ import signal
 import time
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import zmq
@@ -21,6 +20,7 @@ from sidestream.config.engine import EngineConfig
 from sidestream.core.request import Request
 from sidestream.engine.build import BuiltEngine, build_engine
 from sidestream.engine.core import EngineCore
+from sidestream.engine.form_compiler import FormCompiler
 from sidestream.engine.startup_clock import ENGINE_IMPORTS, PhaseProgress, StartupClock
 from sidestream.engine.token_masks import TokenMasks, masks_for
 from sidestream.engine.tokenizer import load_tokenizer
@@ -65,8 +65,7 @@ class EngineProcess:
         self._core = core
         self._masks = masks
         self._warm_up_kernels = len(built.compiled_after_ready())
-        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
-        self._compiling: dict[str, tuple[Request, Future[None]]] = {}
+        self._forms = FormCompiler(masks.prepare)
         self._reported = 0.0
         self._hits_read = 0.0
 
@@ -89,11 +88,10 @@ class EngineProcess:
                 if request.params.structured_outputs is None:
                     self._add(request)
                 else:
-                    job = self._compiler.submit(self._masks.prepare, request)
-                    self._compiling[request.request_id] = (request, job)
+                    self._forms.submit(request)
         elif isinstance(command, Abort):
             for request_id in command.request_ids:
-                if self._compiling.pop(request_id, None) is None:
+                if not self._forms.cancel(request_id):
                     self._core.abort(request_id)
         if not self._core.has_work():
             self._channel.send(StepDone([], self.state()))
@@ -102,7 +100,7 @@ class EngineProcess:
         """Milliseconds to wait for commands: none while there are steps to run."""
         if self._core.has_work():
             return 0
-        return COMPILING_POLL_MS if self._compiling else IDLE_POLL_MS
+        return COMPILING_POLL_MS if self._forms.busy else IDLE_POLL_MS
 
     def _add(self, request: Request) -> None:
         try:
@@ -112,16 +110,13 @@ class EngineProcess:
 
     def _add_compiled(self) -> None:
         """Requests whose forms have been compiled, in the meantime and beside the steps, go on."""
-        for name, (request, job) in list(self._compiling.items()):
-            if job.done():
-                del self._compiling[name]
-                error = job.exception()
-                if error is None:
-                    self._add(request)
-                elif isinstance(error, SidestreamError):
-                    self._refuse(request, error)
-                else:
-                    raise error
+        for request, error in self._forms.take():
+            if error is None:
+                self._add(request)
+            elif isinstance(error, SidestreamError):
+                self._refuse(request, error)
+            else:
+                raise error
 
     def _refuse(self, request: Request, error: SidestreamError) -> None:
         self._channel.send(Refused(request.request_id, type(error).__name__, str(error)))

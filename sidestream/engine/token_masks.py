@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from sidestream.engine.grammar_errors import reason
 from sidestream.errors import RequestError
 
 COMPILER_THREADS = 1
-"""Steps need the other cores."""
+"""For one form: steps need the other cores."""
 CACHE_BYTES = 256 * 2**20
 """Of compiled grammars."""
 CONTROL = re.compile(rb"[\x00-\x09\x0b-\x1f]")
@@ -26,7 +27,7 @@ class TokenMasks(Protocol):
     """Follows constrained requests token by token."""
 
     def prepare(self, request: Request) -> None:
-        """Do the slow part of ``add`` before it, perhaps on another thread; the same errors."""
+        """Do the slow part of ``add`` before it, perhaps on other threads, several at once; the same errors."""
         ...
 
     def add(self, request: Request) -> None:
@@ -85,6 +86,7 @@ class GrammarMasks:
         self._eos = list(eos_token_ids)
         self._compiler: Any = None
         self._info: Any = None
+        self._opening = Lock()
         self._printable: torch.Tensor | None = None
         """[ceil(V / 32)]: tokens without control characters other than newlines."""
         self._matchers: dict[str, Any] = {}
@@ -143,17 +145,8 @@ class GrammarMasks:
                 raise RequestError(f"{name} is {value!r}, which {form.source} cannot have: its form says when to end")
 
     def _compile(self, form: StructuredOutputs) -> Any:
-        import xgrammar
-
-        if self._compiler is None:
-            info = xgrammar.TokenizerInfo.from_huggingface(
-                self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=self._eos
-            )
-            self._info = info
-            self._compiler = xgrammar.GrammarCompiler(info, max_threads=COMPILER_THREADS, cache_limit_bytes=CACHE_BYTES)
-        if not form.control_characters and self._printable is None:
-            printable = [not CONTROL.search(token) for token in self._info.decoded_vocab]
-            self._printable = _words(printable, self._vocab_size)
+        with self._opening:
+            self._open(form)
         try:
             if form.json is not None:
                 return self._compiler.compile_json_schema(form.json, max_whitespace_cnt=JSON_WHITESPACE)
@@ -167,6 +160,21 @@ class GrammarMasks:
         except (RuntimeError, ValueError, TypeError) as error:
             why = reason(error, keep_place=form.grammar is not None)
             raise RequestError(f"{form.source} cannot be compiled: {why}") from None
+
+    def _open(self, form: StructuredOutputs) -> None:
+        """Make what compiling a form needs, once."""
+        import xgrammar
+
+        if self._compiler is None:
+            self._info = xgrammar.TokenizerInfo.from_huggingface(
+                self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=self._eos
+            )
+            self._compiler = xgrammar.GrammarCompiler(
+                self._info, max_threads=COMPILER_THREADS, cache_limit_bytes=CACHE_BYTES
+            )
+        if not form.control_characters and self._printable is None:
+            printable = [not CONTROL.search(token) for token in self._info.decoded_vocab]
+            self._printable = _words(printable, self._vocab_size)
 
 
 def _alternatives(texts: Sequence[str]) -> str:
