@@ -4,12 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 comma := ,
 RUN := $(VENV)/.installed-run
+SRV := $(VENV)/.installed-server
 DEV := $(VENV)/.installed
 
-.PHONY: help venv generate test gpu-test check format lint types bench-cpu gpu-bench gpu-bench-streams gpu-bench-decode clean
+.PHONY: help venv generate serve test gpu-test check format lint types bench-cpu gpu-bench gpu-bench-streams gpu-bench-decode clean
 
 help: ## show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 venv: $(DEV) ## make the virtual environment with all pinned dependencies
 
@@ -29,12 +30,19 @@ $(RUN): requirements/run.txt pyproject.toml | $(BIN)/python
 	$(call install,what the engine runs on,requirements/run.txt,requirements/run.txt,1.2 GB with a CPU build of torch)
 	@touch $@
 
+$(SRV): requirements/server.txt $(RUN)
+	$(call install,what the server needs,requirements/server.txt,requirements/server.txt,100 MB more)
+	@touch $@
+
 $(DEV): $(RUN) $(wildcard requirements/*.txt)
 	$(call install,what the tests need: the server$(comma) real clients of it$(comma) checkers,requirements/dev.txt,$(filter-out %/run.txt,$(wildcard requirements/*.txt)),1.6 GB more)
-	@touch $@
+	@touch $(SRV) $@
 
 generate: $(RUN) ## answer the bundled prompts with the bundled checkpoint
 	@$(BIN)/sidestream generate --demo
+
+serve: $(SRV) ## serve the bundled checkpoint on localhost:8000; ARGS="path/to/checkpoint --port 8001" another
+	@$(BIN)/sidestream serve $(ARGS)
 
 test: $(DEV) ## run every test that needs no GPU, a process a core
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile

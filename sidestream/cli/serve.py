@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -148,7 +150,10 @@ def serve(
     hisparse_staged_tokens: HisparseStagedTokens = None,
 ) -> None:
     if missing := [name for name in NEEDED if find_spec(name) is None]:
-        raise ConfigError(f"serve needs {', '.join(missing)}; install 'sidestream[server]'")
+        raise ConfigError(
+            f"serve needs {', '.join(missing)}; in the clone's folder run: "
+            f"{shlex.quote(sys.executable)} -m pip install -e '.[server]'"
+        )
     from sidestream.cli.serve_report import ServeReport
     from sidestream.server.run import run_server
 

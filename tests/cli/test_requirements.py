@@ -32,13 +32,16 @@ def planned(target: str, folder: Path) -> str:
 def test_generate_installs_what_the_engine_runs_on_and_test_the_rest(tmp_path: Path) -> None:
     install = re.compile(r"pip install [^\n]*-r (\S+)")
     assert install.findall(planned("generate", tmp_path)) == ["requirements/run.txt"]
+    assert install.findall(planned("serve", tmp_path)) == ["requirements/run.txt", "requirements/server.txt"]
     assert install.findall(planned("test", tmp_path)) == ["requirements/run.txt", "requirements/dev.txt"]
     (tmp_path / "venv" / "bin").mkdir(parents=True)
     for done in ("bin/python", ".installed-run"):
         (tmp_path / "venv" / done).touch()
     assert install.findall(planned("generate", tmp_path)) == []
     assert install.findall(planned("test", tmp_path)) == ["requirements/dev.txt"]
-    (tmp_path / "venv" / ".installed").touch()
+    for done in (".installed-server", ".installed"):
+        (tmp_path / "venv" / done).touch()
+    assert install.findall(planned("serve", tmp_path)) == []
     assert install.findall(planned("test", tmp_path)) == []
 
 
@@ -65,3 +68,21 @@ def test_generating_needs_no_package_of_the_server_or_of_the_tests() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_serving_without_the_servers_packages_names_a_command_of_this_interpreter() -> None:
+    code = (
+        "import importlib.util, sys\nfind = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name: None if name == 'uvicorn' else find(name)\n"
+        "sys.argv = ['sidestream', 'serve']\nfrom sidestream.cli.main import main\nmain()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "serve needs uvicorn; in the clone's folder run: " in done.stderr
+    assert f"{sys.executable} -m pip install -e '.[server]'" in done.stderr
+
+
+def test_the_list_of_targets_is_aligned() -> None:
+    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    texts = {re.match(r"\S+ +", line).end() for line in shown.splitlines()}  # type: ignore[union-attr]
+    assert texts == {20}
