@@ -11,6 +11,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from sidestream.cli.vllm_flags import hint
+
 WIDTH_ELSEWHERE = 100
 """Columns where there is no terminal, and ``COLUMNS`` is not set."""
 LEAST_WIDTH = 40
@@ -19,7 +21,13 @@ NAMES = 34
 
 
 class HelpCommand(TyperCommand):
-    """A command with this page."""
+    """A command with this page, which knows what vLLM's flags are called here."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
+        if found := hint(args, known):
+            ctx.fail(found)
+        return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         formatter.write("\n".join(page(self, ctx)) + "\n")

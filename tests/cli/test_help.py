@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ from typer.testing import CliRunner
 
 from sidestream.cli.help_page import prose, table
 from sidestream.cli.main import app
+from sidestream.cli.vllm_flags import HINTS
 from sidestream.config.engine import EngineConfig
 
+SERVER_PAGE = Path(__file__).parents[2] / "docs" / "server.md"
 COMMANDS = ("generate", "serve", "doctor", "verify", "eval", "inspect", "capacity")
 GROUP: Any = typer.main.get_command(app)
 
@@ -95,3 +99,19 @@ def test_prose_keeps_bullets_and_drops_marks() -> None:
         "- two is longer than",
         "  it",
     ]
+
+
+@pytest.mark.parametrize("flag", HINTS)
+def test_flags_of_vllms_say_what_they_are_called_here(flag: str) -> None:
+    for given in ([flag, "2"], [f"{flag}=2"], ["--port", "1", flag]):
+        result = CliRunner().invoke(app, ["serve", *given])
+        assert result.exit_code == 2
+        assert f"Error: {flag} is a flag of vLLM's: {HINTS[flag]}" in result.output
+    options = {name for param in params("serve") for name in (*param.opts, *param.secondary_opts)}
+    assert flag not in options
+    assert set(re.findall(r"--[a-z-]+", HINTS[flag])) <= options, "a hint names options that there are"
+    assert f"`{flag}`" in SERVER_PAGE.read_text()
+
+
+def test_words_behind_two_dashes_are_not_the_commands() -> None:
+    assert "flag of vLLM's" not in CliRunner().invoke(app, ["serve", "--", "-tp"]).output
