@@ -51,13 +51,14 @@ Times, in milliseconds, are from the moment a request is sent: ttft to its first
 first tokens to the last over the tokens behind the first, itl from one arrival of tokens to the next. Tokens are those
 that the server counts (`usage`). Waiting for `--max-concurrency` is told apart.
 
-Prompts are cut to their length with the tokenizer of `--model` or `--tokenizer`; without one, by the tokens that the
-server counts in two short prompts.
+Prompts are cut to their length with the tokenizer of `--model` or `--tokenizer`; without one, as the server's
+`/tokenize` counts; without that, by the tokens that it counts in two short prompts.
 
 **Examples**
 
 - `sidestream bench serve --url http://localhost:8000 --num-prompts 500 --request-rate 8 --json result.json`
 - `sidestream bench serve --url http://localhost:8000 --max-concurrency 32 --goodput ttft:500 --goodput tpot:50`
+- `sidestream bench serve --url http://localhost:8000 --model meta-llama/Llama-3.1-8B` names the model in requests
 - `sidestream bench serve --model path/to/checkpoint -- --max-num-seqs 64`
 - `sidestream bench compare before.json after.json` compares two results
 """
@@ -73,11 +74,15 @@ def serve(
     model: Annotated[
         Path | None,
         typer.Option(
-            "--model", "-m", help="Folder or config.json, for a server of our own.", show_default="the bundled model"
+            "--model",
+            "-m",
+            help="Folder or config.json, for a server of our own. With --url, the name in requests, and a tokenizer's "
+            "folder if it is one.",
+            show_default="the bundled model",
         ),
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(help="Name in requests.", show_default="the first that the server lists")
+        str | None, typer.Option(help="Name in requests.", show_default="--model, or the server's first")
     ] = None,
     endpoint: Annotated[str, typer.Option(help="/v1/completions or /v1/chat/completions.")] = "/v1/completions",
     api_key: Annotated[
@@ -152,8 +157,8 @@ def serve(
         range_ratio=range_ratio,
         seed=seed,
     )
-    if url is not None and (model is not None or options):
-        raise ConfigError("--url names a server that runs; --model and options behind -- are for one of our own")
+    if url is not None and options:
+        raise ConfigError("--url names a server that runs; options behind -- are for one of our own")
     target = _target(url, model, tokenizer, vocab_size)
     if target.without_text and dataset != "random-ids":
         raise ConfigError(f"dataset is {dataset!r}, and the model has no tokenizer; use --dataset random-ids")
@@ -168,7 +173,7 @@ def serve(
     )
     client = OpenAIClient(
         address=Address.of(url or "http://127.0.0.1"),
-        model=served_model_name or "",
+        model=served_model_name or (str(model) if url is not None and model is not None else ""),
         endpoint=endpoint,
         api_key=api_key,
         temperature=temperature,
@@ -224,7 +229,7 @@ def _target(url: str | None, model: Path | None, tokenizer: Path | None, vocab_s
     own = None if url is not None else model or bundled_model()
     if own is not None and not own.exists():
         raise ConfigError(f"model is {str(own)!r}: there is no such folder or config.json")
-    folder = tokenizer or (own if own is not None and own.is_dir() else None)
+    folder = tokenizer or next((path for path in (own, model) if path is not None and path.is_dir()), None)
     words = None if folder is None else load_tokenizer(folder)
     if tokenizer is not None and words is None:
         raise ConfigError(f"tokenizer is {str(tokenizer)!r}, and there is none in that folder")
@@ -288,7 +293,7 @@ def _show(report: ServeReport) -> None:
     server, workload = report.server, report.workload
     console.print(
         f"{server['model']} at {server['url']}{server['endpoint']}: {workload['num_prompts']} {workload['dataset']} "
-        f"prompts of {workload['input_len']} tokens, answers of {workload['output_len']}",
+        f"prompts of {report.prompt_length}, answers of {workload['output_len']}",
         markup=False,
         soft_wrap=True,
     )

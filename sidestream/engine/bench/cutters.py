@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ from sidestream.engine.bench.text_source import TextSource
 from sidestream.errors import ConfigError
 
 CHARACTERS_A_TOKEN = 5
+MOST_COUNTS = 24
+"""Of one text, before the closest is taken."""
 
 
 class TokenizerCutter:
@@ -33,6 +36,40 @@ class TokenizerCutter:
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text).input_ids)
+
+
+class CountingCutter:
+    """Cuts by counting: never more tokens than asked, and fewer only where no beginning of the text has so many.
+
+    Args:
+        count: tokens of the prompt that a text makes.
+    """
+
+    def __init__(self, count: Callable[[str], int]) -> None:
+        self._count = count
+        self._characters_a_token = float(CHARACTERS_A_TOKEN)
+
+    def cut(self, source: TextSource, number: int, tokens: int) -> str:
+        low, low_tokens, high = 0, 0, math.inf
+        best = ""
+        characters = max(1, round(tokens * self._characters_a_token))
+        for tried in range(MOST_COUNTS):
+            text = source.passage(number, characters)[:characters]
+            found = self._count(text)
+            if found <= tokens:
+                best, low, low_tokens = text, characters, found
+            else:
+                high = characters
+            if found == tokens or high - low <= 1:
+                break
+            step = (tokens - found) * self._characters_a_token
+            characters += int(math.copysign(max(1, round(abs(step))), step))
+            if not low < characters < high or (tried >= MOST_COUNTS // 3 and high < math.inf):
+                characters = int(low + high) // 2 if high < math.inf else 2 * low
+        if not best:
+            raise ConfigError(f"input_len is {tokens}, and no prompt of this server has so few tokens")
+        self._characters_a_token = low / max(1, low_tokens)
+        return best
 
 
 @dataclass(frozen=True, slots=True)

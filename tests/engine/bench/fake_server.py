@@ -29,10 +29,15 @@ Handler = Callable[[Asked, asyncio.StreamWriter], Awaitable[None]]
 
 
 class FakeServer:
-    """Keeps what was asked; ``/v1/models`` and ``/version`` are answered by itself."""
+    """Keeps what was asked; ``/v1/models``, ``/version`` and ``/tokenize`` are answered by itself.
 
-    def __init__(self, handler: Handler) -> None:
+    Args:
+        count: tokens of the body of ``/tokenize``; without it there is no such path.
+    """
+
+    def __init__(self, handler: Handler, count: Callable[[Any], int] | None = None) -> None:
         self.asked: list[Asked] = []
+        self._count = count
         self.url = ""
         self._handler = handler
 
@@ -43,6 +48,9 @@ class FakeServer:
                 writer.write(whole(200, MODELS))
             elif asked.path == "/version":
                 writer.write(whole(200, VERSION))
+            elif asked.path == "/tokenize":
+                answer = (404, {}) if self._count is None else (200, {"count": self._count(asked.body)})
+                writer.write(whole(*answer))
             else:
                 self.asked.append(asked)
                 await self._handler(asked, writer)
@@ -63,8 +71,10 @@ async def _read(reader: asyncio.StreamReader) -> Asked:
 
 
 @asynccontextmanager
-async def fake_server(handler: Handler, *, ssl: SSLContext | None = None) -> AsyncIterator[FakeServer]:
-    fake = FakeServer(handler)
+async def fake_server(
+    handler: Handler, *, ssl: SSLContext | None = None, count: Callable[[Any], int] | None = None
+) -> AsyncIterator[FakeServer]:
+    fake = FakeServer(handler, count)
     server = await asyncio.start_server(fake.connected, "127.0.0.1", 0, ssl=ssl)
     fake.url = f"{'http' if ssl is None else 'https'}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import pytest
 from sidestream.engine.bench.load.http_client import Address
 from sidestream.engine.bench.load.measurement import LoadSettings, measure
 from sidestream.engine.bench.load.objectives import Objectives
-from sidestream.engine.bench.load.openai_client import CHAT, OpenAIClient
+from sidestream.engine.bench.load.openai_client import CHAT, COMPLETIONS, OpenAIClient
 from sidestream.engine.bench.load.report import ServeReport
 from sidestream.engine.bench.workload import Workload
 from sidestream.errors import ConfigError, SidestreamError
@@ -36,24 +36,38 @@ NO_OBJECTIVES = Objectives.of([])
 
 
 def measured(
-    handler: Handler, *, client: dict[str, Any] | None = None, **settings: Any
+    handler: Handler,
+    *,
+    client: dict[str, Any] | None = None,
+    count: Callable[[Any], int] | None = None,
+    **settings: Any,
 ) -> tuple[ServeReport, FakeServer]:
     """A whole measurement of four prompts, one to warm up."""
     workload = Workload(dataset=settings.pop("dataset", "prose"), num_prompts=4, input_len=50, output_len=12)
     settings = {"num_warmups": 1, "objectives": NO_OBJECTIVES} | settings
 
     async def run() -> tuple[ServeReport, FakeServer]:
-        async with fake_server(handler) as fake:
+        async with fake_server(handler, count=count) as fake:
             asks = OpenAIClient(address=Address.of(fake.url), **client or {})
             return await measure(asks, workload, LoadSettings(**settings)), fake
 
     return asyncio.run(run())
 
 
-async def counts_letters(asked: Asked, writer: asyncio.StreamWriter) -> None:
+def letters(body: Any) -> int:
     """A token for four characters and eight more for each prompt, as a chat's template would add."""
-    prompt = asked.body["prompt"] if "prompt" in asked.body else asked.body["messages"][0]["content"]
-    counts = usage(8 + len(prompt) // 4, 12, prompt_tokens_details={"cached_tokens": 3})
+    prompt = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
+    return 8 + len(prompt) // 4
+
+
+def words(body: Any) -> int:
+    """A token a word, and two for one that begins with a vowel."""
+    prompt = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
+    return 3 + sum(1 + (word[0] in "aeiou") for word in prompt.split())
+
+
+async def counts_letters(asked: Asked, writer: asyncio.StreamWriter) -> None:
+    counts = usage(letters(asked.body), 12, prompt_tokens_details={"cached_tokens": 3})
     writer.write(stream([text_event("a"), text_event("b", reason="length"), {"choices": [], "usage": counts}]))
 
 
@@ -90,6 +104,29 @@ def test_chats() -> None:
         assert asked.body["top_k"] == 3
         assert "max_tokens" not in asked.body
     assert {asked.body["max_completion_tokens"] for asked in fake.asked[2:]} == {12}
+
+
+@pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])
+def test_where_the_server_tokenizes_every_prompt_is_as_long_as_asked(endpoint: str) -> None:
+    """And no short prompt is sent to find out."""
+    report, fake = measured(counts_letters, count=letters, client={"endpoint": endpoint})
+    assert [letters(asked.body) for asked in fake.asked] == [50] * 5
+    assert report.prompt_length == "50 tokens"
+    assert len({str(asked.body) for asked in fake.asked}) == 5
+
+
+def test_where_no_beginning_has_so_many_tokens_a_prompt_is_one_short() -> None:
+    _, fake = measured(counts_letters, count=words)
+    assert {words(asked.body) for asked in fake.asked} <= {49, 50}
+    with pytest.raises(ConfigError, match="input_len is 50, and no prompt of this server has so few tokens"):
+        measured(counts_letters, count=lambda body: 51)
+
+
+def test_lengths_that_are_not_as_asked_are_told() -> None:
+    report, _ = measured(counts_letters)
+    mean = report.rates.prompt_tokens / 4 if report.rates.prompt_tokens is not None else 0
+    assert mean < 50
+    assert report.prompt_length == f"{mean:.1f} tokens on average (50 were asked for)"
 
 
 def test_token_ids_need_no_count() -> None:

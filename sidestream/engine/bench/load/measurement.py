@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sidestream.engine.bench.cutters import RatioCutter, TokenizerCutter
+from sidestream.engine.bench.cutters import CountingCutter, RatioCutter, TokenizerCutter
 from sidestream.engine.bench.load.arrivals import arrival_times
 from sidestream.engine.bench.load.generator import LoadRun, generate_load
 from sidestream.engine.bench.load.http_client import looked_up
@@ -16,7 +16,7 @@ from sidestream.engine.bench.load.objectives import Objectives
 from sidestream.engine.bench.load.openai_client import CHAT, OpenAIClient
 from sidestream.engine.bench.load.outcome import Answer, Failure
 from sidestream.engine.bench.load.report import ServeReport
-from sidestream.engine.bench.workload import Job, Workload
+from sidestream.engine.bench.workload import Cutter, Job, Workload
 from sidestream.errors import ConfigError, SidestreamError
 
 PROBE_CHARACTERS = (200, 1000)
@@ -36,7 +36,8 @@ class LoadSettings:
         num_warmups: requests before those that are measured, with prompts of their own.
         objectives: of goodput.
         vocab_size: of random token ids.
-        tokenizer: the model's, to cut prompts with; without it the server is asked for two token counts.
+        tokenizer: the model's, to cut prompts with; without it the server is asked: at ``/tokenize`` where it has that,
+            otherwise for the counts of two short prompts.
     Raises:
         ConfigError: naming the option, its value and what is allowed.
     """
@@ -98,7 +99,9 @@ async def measure(
             raise ConfigError(f"{client.address} lists no models; give --served-model-name")
         client = replace(client, model=models[0]["id"])
     cutter = None if workload.dataset == "random-ids" else await _cutter(client, workload, settings)
-    warm, jobs = workload.jobs(cutter=cutter, vocab_size=settings.vocab_size, warm_ups=settings.num_warmups)
+    warm, jobs = await asyncio.to_thread(
+        workload.jobs, cutter=cutter, vocab_size=settings.vocab_size, warm_ups=settings.num_warmups
+    )
 
     async def load(part: Sequence[Job], due: Sequence[float]) -> LoadRun:
         return await generate_load(
@@ -138,9 +141,21 @@ def check(client: OpenAIClient, workload: Workload, settings: LoadSettings) -> N
             raise ConfigError("dataset is 'random-ids', which needs --vocab-size, or --tokenizer")
 
 
-async def _cutter(client: OpenAIClient, workload: Workload, settings: LoadSettings) -> RatioCutter | TokenizerCutter:
+async def _cutter(client: OpenAIClient, workload: Workload, settings: LoadSettings) -> Cutter:
     if settings.tokenizer is not None:
         return TokenizerCutter(settings.tokenizer)
+    if await _count(client, "a", settings) is not None:
+        loop = asyncio.get_running_loop()
+
+        def count(text: str) -> int:  # called from a thread of its own, while the loop runs
+            found = asyncio.run_coroutine_threadsafe(_count(client, text, settings), loop).result()
+            if found is None:
+                raise SidestreamError(
+                    f"{client.address}/tokenize does not count {len(text)} characters; give --tokenizer"
+                )
+            return found
+
+        return CountingCutter(count)
     points = []
     for characters in PROBE_CHARACTERS:
         text = workload.source().passage(PROBE_PASSAGE, characters)[:characters]
@@ -152,3 +167,11 @@ async def _cutter(client: OpenAIClient, workload: Workload, settings: LoadSettin
             raise ConfigError(f"{client.address} counts no prompt tokens; give --tokenizer to make prompts of a length")
         points.append((len(text), answer.times.prompt_tokens))
     return RatioCutter.fitted(*points)
+
+
+async def _count(client: OpenAIClient, text: str, settings: LoadSettings) -> int | None:
+    try:
+        async with asyncio.timeout(settings.timeout):
+            return await client.count_tokens(text)
+    except TimeoutError:
+        raise SidestreamError(f"{client.address}/tokenize does not answer within {settings.timeout} s") from None

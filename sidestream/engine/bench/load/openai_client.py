@@ -19,7 +19,9 @@ from sidestream.errors import ConfigError, SidestreamError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ENDPOINTS = (COMPLETIONS, CHAT)
-WHOLE_BODY_BYTES = 1 << 20
+TEMPLATE_FIELDS = ("chat_template_kwargs", "tools")
+"""Fields of a chat that change how many tokens its prompt has."""
+WHOLE_BODY_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,7 @@ class OpenAIClient:
         Raises:
             SidestreamError: the server cannot be reached, or refuses.
         """
-        status, body = await self._get("/v1/models")
+        status, body = await self._whole("GET", "/v1/models")
         if status == 404:
             return []
         if status != 200:
@@ -74,17 +76,32 @@ class OpenAIClient:
 
     async def version(self) -> str | None:
         """What the server says its version is at ``/version``, as vLLM does; None if it has no such path."""
-        status, body = await self._get("/version")
+        status, body = await self._whole("GET", "/version")
         try:
             return str(json.loads(body)["version"]) if status == 200 else None
         except (ValueError, LookupError, TypeError):
             return None
 
-    async def _get(self, path: str) -> tuple[int, bytes]:
+    async def count_tokens(self, text: str) -> int | None:
+        """Tokens of the prompt that this text makes, as ``/tokenize`` of vLLM and of this server counts them.
+
+        None if the server has no such path, or cannot count.
+        """
+        fields: dict[str, Any] = {"model": self.model, "prompt": text}
+        if self.endpoint == CHAT:
+            fields = {"model": self.model, "messages": [{"role": "user", "content": text}]}
+            fields |= {name: self.extra[name] for name in TEMPLATE_FIELDS if name in self.extra}
+        status, body = await self._whole("POST", "/tokenize", json.dumps(fields).encode())
+        try:
+            return int(json.loads(body)["count"]) if status == 200 else None
+        except (ValueError, LookupError, TypeError):
+            return None
+
+    async def _whole(self, method: str, path: str, data: bytes = b"") -> tuple[int, bytes]:
         """Status and body; SidestreamError if there is none."""
         try:
             async with connect(self.address) as connection:
-                response = await connection.ask("GET", path, self._headers())
+                response = await connection.ask(method, path, self._headers(), data)
                 return response.status, await response.read(WHOLE_BODY_BYTES)
         except (OSError, HttpError) as error:
             raise SidestreamError(f"{self.address} cannot be reached: {error}") from None

@@ -85,6 +85,14 @@ class ServeReport:
             "send_delay_ms": None if delays is None else delays.as_json(),
         }
 
+    @property
+    def prompt_length(self) -> str:
+        """Tokens of a prompt, as the server counted them where it did."""
+        asked, found = self.workload["input_len"], self.rates.prompt_tokens
+        if found is None or found == asked * self.rates.requests:
+            return f"{asked} tokens"
+        return f"{found / self.rates.requests:.1f} tokens on average ({asked} were asked for)"
+
     def lines(self) -> Iterator[str]:
         """For people; a table of latencies is apart."""
         rates, total = self.rates, self.rates.total_tokens_per_s
