@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from sidestream.engine.bundled import bundled_model
 from sidestream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,22 +22,32 @@ HELP = """
 Count how many tokens and requests fit, from a model's config alone.
 
 With a host pool (HiSparse) KV rows need not be on the device: index keys, the state of linear attention and hot slots
-do. What decode then pays is the bus: rows that a step selects and the last one did not. The table shows that time for
-one request at several overlaps between steps; work that the step does meanwhile hides it.
+do. What decode then pays is the bus: rows that a step selects and the last one did not. A line above the table gives
+that time for one request at several overlaps between steps; work that the step does meanwhile hides it.
 
 **Examples**
 
-- `sidestream capacity path/to/checkpoint --context 131072`
+- `sidestream capacity` counts for the checkpoint that ships with Sidestream
+- `sidestream capacity path/to/checkpoint --context 131072 --host-memory 0`
 - `sidestream capacity config.json --device-memory 141GB --host-memory 512GiB --kv-cache-dtype mxfp8 --devices 8`
 """
 ANY = 1 << 62
+ZERO = re.compile(r"0+(\.0*)?\s*([kmg]i?b|b)?", re.IGNORECASE)
+DEFAULT_CONTEXT = 32768
+LEAST_DEVICE = 1 << 20
+"""Bytes; a number without a unit below it was not meant as bytes."""
 
 
 def capacity(
-    model: Annotated[Path, typer.Argument(help="Folder of a checkpoint, or a config.json.")],
-    context: Annotated[int, typer.Option(help="Tokens of every request.")] = 32768,
-    device_memory: Annotated[str, typer.Option(help="Of one device, in bytes: '141GB'.")] = "141GB",
-    host_memory: Annotated[str, typer.Option(help="Of the host pool, in bytes: '256GiB'.")] = "256GiB",
+    model: Annotated[
+        Path | None, typer.Argument(help="Folder of a checkpoint, or a config.json.", show_default="the bundled one")
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(help="Tokens of every request.", show_default=f"{DEFAULT_CONTEXT}, or the model's limit"),
+    ] = None,
+    device_memory: Annotated[str, typer.Option(help="Of one device, with a unit: '141GB'.")] = "141GB",
+    host_memory: Annotated[str, typer.Option(help="Of the host pool, with a unit: '256GiB'; 0 is no pool.")] = "256GiB",
     devices: Annotated[int, typer.Option(help="Weights are split over so many; each holds all caches.")] = 1,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, bf16, fp8_ds_mla or mxfp8.")] = "auto",
@@ -47,17 +59,18 @@ def capacity(
     from sidestream.engine.capacity import CapacitySettings
     from sidestream.engine.capacity import capacity as count
 
+    config = ModelConfig.from_hf(bundled_model() if model is None else model)
     settings = CapacitySettings(
-        device_memory=_bytes("device_memory", device_memory),
-        host_memory=_bytes("host_memory", host_memory),
-        context=context,
+        device_memory=_bytes("device_memory", device_memory, least=LEAST_DEVICE),
+        host_memory=_bytes("host_memory", host_memory, least=0),
+        context=min(DEFAULT_CONTEXT, config.max_position_embeddings) if context is None else context,
         devices=devices,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
         hot_factor=hot_factor,
     )
-    found = count(ModelConfig.from_hf(model), settings)
+    found = count(config, settings)
     if as_json:
         sys.stdout.write(json.dumps(found.as_json(), indent=2) + "\n")
         return
@@ -70,26 +83,46 @@ def capacity(
 capacity.__doc__ = HELP
 
 
-def _bytes(name: str, text: str) -> int:
-    """Of '141GB' or an integer; a share would be of nothing."""
+def _bytes(name: str, text: str, *, least: int) -> int:
+    """Of '141GB'; a share would be of nothing. 0 needs no unit, where ``least`` allows it."""
     from sidestream.config.resolved import parse_memory
 
-    if "%" in text or not (text.strip().isdigit() or text.strip()[-1:].isalpha()):
-        raise ConfigError(f"{name} is {text!r}; give bytes, such as '141GB'")
-    return parse_memory(text, ANY, name=name)
+    knob = f"{name} (--{name.replace('_', '-')}) is {text!r}"
+    word = text.strip()
+    if "%" in word or not word[:1].isdigit() or not (word.isdigit() or word[-1:].isalpha()):
+        raise ConfigError(f"{knob}; give bytes with a unit, such as '141GB'")
+    if ZERO.fullmatch(word):
+        size = 0
+    else:
+        size = parse_memory(text, ANY, name=name)
+        if word.isdigit() and size < LEAST_DEVICE:
+            raise ConfigError(f"{knob}, which is {size} bytes; give a unit, such as '{size}GB'")
+    if size < least:
+        raise ConfigError(f"{knob}, which is {size} bytes; at least {least} are needed")
+    return size
 
 
 def facts(found: Capacity) -> list[str]:
     """Sizes that the table follows from."""
     sizes = (
         f"weights {found.weights / 1e9:,.1f} GB a device; a token: {found.kv_per_token:,.0f} B of KV rows, "
-        f"{found.index_keys_per_token:,.0f} B of index keys; a sequence: {found.state_per_sequence / 1e6:,.1f} MB of "
-        f"state, {found.hot_per_sequence / 1e6:,.1f} MB of hot slots with a host pool"
+        f"{found.index_keys_per_token:,.0f} B of index keys; a sequence: {found.state_per_sequence / 1e6:,.1f} MB "
+        "of state"
     )
+    if found.hosted is not None:
+        sizes += f", {found.hot_per_sequence / 1e6:,.1f} MB of hot slots with a host pool"
     lines = [sizes]
-    for overlap, ms in found.bus_ms.items():
-        lines.append(f"{overlap:.0%} of a selection as the step before: {ms:.2f} ms of the bus a step and request")
+    if found.bus_ms:
+        times = ", ".join(f"{_time(ms)} if {overlap:.0%}" for overlap, ms in found.bus_ms.items())
+        lines.append(
+            "with a host pool, a decode step copies for each request the rows that the step before did not select: "
+            f"{times} of its tokens are the same"
+        )
     return lines
+
+
+def _time(ms: float) -> str:
+    return f"{ms:.2f} ms" if ms >= 0.1 else f"{1000 * ms:.2g} us"
 
 
 def table(found: Capacity, settings: CapacitySettings) -> Table:
@@ -98,6 +131,8 @@ def table(found: Capacity, settings: CapacitySettings) -> Table:
         made.add_column(name, overflow="fold")
     resident, hosted = found.resident, found.hosted
     made.add_row("all on the device", f"{resident.requests:,}", f"{resident.tokens:,}", resident.limit)
+    if not settings.host_memory:
+        return made
     if hosted is None:
         made.add_row("with a host pool", "-", "-", "layers read their whole context: nothing is cold")
     else:

@@ -34,7 +34,7 @@ class CapacitySettings:
 
     Args:
         device_memory: bytes.
-        host_memory: bytes of the host pool.
+        host_memory: bytes of the host pool; 0 is none.
         context: tokens of every request.
         devices: weights are split evenly over so many; caches are not, each device holds all of them.
         dtype, kv_cache_dtype, block_size, hot_factor: as in ``EngineConfig``.
@@ -67,7 +67,7 @@ class Capacity:
         weights: bytes a device.
         kv_per_token, index_keys_per_token: on the device, over all layers.
         state_per_sequence, hot_per_sequence: of linear attention and unfinished index pools; of hot slots.
-        resident, hosted: None for ``hosted`` where a layer reads its whole context.
+        resident, hosted: None for ``hosted`` without a host pool, and where a layer reads its whole context.
         bus_ms: overlap -> milliseconds that one request's missing rows take on the bus in a decode step.
     """
 
@@ -100,6 +100,8 @@ def capacity(model: ModelConfig, settings: CapacitySettings) -> Capacity:
     for name in ("device_memory", "devices", "hot_factor"):
         if getattr(settings, name) < 1:
             raise ConfigError(f"{name} is {getattr(settings, name)}, at least 1 is needed")
+    if settings.host_memory < 0:
+        raise ConfigError(f"host_memory is {settings.host_memory}, at least 0 is needed")
     user = EngineConfig(
         device="cpu",
         dtype=settings.dtype,
@@ -126,14 +128,15 @@ def capacity(model: ModelConfig, settings: CapacitySettings) -> Capacity:
     kv = groups.kv.bytes_per_block / settings.block_size
     keys = groups.bytes_per_block / settings.block_size - kv
     sparse = not model.layers_of(AttentionKind.DENSE_MLA) and model.indexer is not None
+    pooled = sparse and settings.host_memory > 0
     topk = min(model.indexer.topk, settings.context) if model.indexer is not None else 0
     slots = min(settings.hot_factor * topk, settings.context)
-    hot = slots * kv if sparse else 0
+    hot = slots * kv if pooled else 0
     free = settings.device_memory - WORKING_BYTES - weights
     state = groups.bytes_per_slot
     resident = _fit(free, settings.context, a_sequence=state, a_token=kv + keys)
     hosted = None
-    if sparse:
+    if pooled:
         # Prefills may stage the host blocks of a few sequences, a layer at a time; each group knows where every row is.
         staged = STAGED_SEQUENCES * settings.context * kv / len(groups.kv.layers)
         leaders = sum(layer.indexer is IndexerKind.FULL for layer in model.layers)
@@ -149,7 +152,7 @@ def capacity(model: ModelConfig, settings: CapacitySettings) -> Capacity:
         hot_per_sequence=int(hot),
         resident=resident,
         hosted=hosted,
-        bus_ms={overlap: 1e3 * (1 - overlap) * topk * kv / BUS_BYTES_PER_S for overlap in OVERLAPS} if sparse else {},
+        bus_ms={overlap: 1e3 * (1 - overlap) * topk * kv / BUS_BYTES_PER_S for overlap in OVERLAPS} if pooled else {},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from sidestream.cli.main import app
 from sidestream.config.engine import EngineConfig
 from sidestream.config.model import ModelConfig
 from sidestream.config.resolved import resolve
+from sidestream.engine.bundled import bundled_model
 from sidestream.engine.capacity import GIB, CapacitySettings, capacity
 from sidestream.engine.hosting import hosted_sizes
 from sidestream.errors import ConfigError
@@ -75,6 +77,7 @@ def test_a_model_without_cold_rows() -> None:
     [
         ({"context": 10**9}, "context 1000000000 is not between 1 and the model's max_position_embeddings"),
         ({"devices": 0}, "devices is 0, at least 1 is needed"),
+        ({"host_memory": -1}, "host_memory is -1, at least 0 is needed"),
         ({"kv_cache_dtype": "mxfp8"}, "'mxfp8' has no place for a rope part"),
     ],
 )
@@ -93,6 +96,29 @@ def test_the_command_prints_a_table_or_json() -> None:
     assert "with a host pool" in shown.output
     found = json.loads(runner.invoke(app, [*asked, "--json"]).output)
     assert f"{found['resident']['requests']:,}" in shown.output
+
+
+@pytest.mark.parametrize("none", ["0", "0GB", "0.0 GiB"])
+def test_without_a_host_pool_the_answer_is_the_devices_alone(none: str) -> None:
+    runner = CliRunner()
+    asked = ["capacity", str(CONFIGS / "glm5-next-slice-a.json")]
+    pooled = json.loads(runner.invoke(app, [*asked, "--json"]).output)
+    alone = json.loads(runner.invoke(app, [*asked, "--host-memory", none, "--json"]).output)
+    assert alone == {**pooled, "hosted": None, "hot_per_sequence": 0, "bus_ms": {}}
+    shown = runner.invoke(app, [*asked, "--host-memory", none], env={"COLUMNS": "140"}).output
+    assert "host pool" not in shown
+    assert "all on the device" in shown
+
+
+def test_without_a_model_it_counts_for_the_bundled_one() -> None:
+    runner = CliRunner()
+    found = json.loads(runner.invoke(app, ["capacity", "--json"]).output)
+    assert found == json.loads(runner.invoke(app, ["capacity", str(bundled_model()), "--json"]).output)
+    assert found["resident"]["tokens"] == 32768 * found["resident"]["requests"] > 0
+    shown = runner.invoke(app, ["capacity"], env={"COLUMNS": "140"}).output
+    assert re.search(
+        r"the step before did not select: [0-9.]+ us if 80%, .* us if 99% of its tokens are the same", shown
+    )
 
 
 def test_what_it_promises_an_engine_of_that_size_takes() -> None:
@@ -128,8 +154,13 @@ def test_what_it_promises_an_engine_of_that_size_takes() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--device-memory", "60%", "device_memory is '60%'; give bytes"),
-        ("--host-memory", "0.5", "host_memory is '0.5'; give bytes"),
+        ("--device-memory", "60%", "device_memory (--device-memory) is '60%'; give bytes with a unit"),
+        ("--device-memory", "80", "is '80', which is 80 bytes; give a unit, such as '80GB'"),
+        ("--device-memory", "0", "is '0', which is 0 bytes; at least 1048576 are needed"),
+        ("--device-memory", "80KB", "is '80KB', which is 80000 bytes; at least 1048576 are needed"),
+        ("--host-memory", "64", "host_memory (--host-memory) is '64', which is 64 bytes; give a unit"),
+        ("--host-memory", "0.5", "host_memory (--host-memory) is '0.5'; give bytes with a unit"),
+        ("--host-memory", "-1GB", "host_memory (--host-memory) is '-1GB'; give bytes with a unit"),
         ("--dtype", "auto", "dtype is 'auto', allowed are"),
     ],
 )
