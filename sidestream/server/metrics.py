@@ -173,9 +173,6 @@ class _EngineReports:
         yield self._counter(
             "sidestream:prefill_paced_steps", "Steps whose prefill was cut lest decodes wait.", state.paced_steps
         )
-        yield self._counter(
-            "sidestream:prefill_paced_steps", "Steps whose prefill was cut lest decodes wait.", state.paced_steps
-        )
         yield self._counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", state.prefix_queries)
         yield self._counter("vllm:prefix_cache_hits", "Tokens taken over from it.", state.prefix_hits)
         yield self._step_sizes(state)

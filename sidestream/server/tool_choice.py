@@ -100,7 +100,8 @@ def constrain(
 
     A part in ``think`` tags that the prompt has opened goes on to its end before any form begins: the parser takes all
     up to there for reasoning, and a model that was made to think answers badly without it. A prompt that has neither
-    opened nor ended it leaves the model free to begin with it where calls are asked for.
+    opened nor ended it leaves the model free to begin with it where calls are asked for, unless the chat template does
+    not know the tags: such a model was never shown them.
 
     Args:
         params: with the form of ``response_format`` or ``structured_outputs``, if there is one.
@@ -118,7 +119,7 @@ def constrain(
             raise RequestError("tools that generation is held to contradict structured_outputs; give one of them")
         _check_spelling(tokenizer, forms.opening, parser)
         answer = None if asked is None or choice.forced else _as_form(asked)
-        closed = prompt.rstrip().endswith(END_THINK)
+        closed = not thinking and (prompt.rstrip().endswith(END_THINK) or not _reasons(tokenizer))
         form = behind_reasoning(choice.form(answer), thinking=thinking, closed=closed)
         control_characters = asked is None or answer is None or asked.control_characters
         return replace(params, structured_outputs=_outputs(form, source="tools", control_characters=control_characters))
@@ -162,6 +163,12 @@ def _check_function(tool: Tool, where: str) -> None:
 def _said(body: ChatRequest) -> str:
     choice = body.tool_choice
     return repr(choice) if isinstance(choice, str) else "a named function"
+
+
+def _reasons(tokenizer: Any) -> bool:
+    """Whether the chat template knows a part in ``think`` tags."""
+    template = str(tokenizer.chat_template)
+    return THINK in template or END_THINK in template
 
 
 def _special(tokenizer: Any, opening: str) -> bool:

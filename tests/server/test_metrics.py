@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,12 +69,27 @@ def test_the_page_parses_and_every_sample_names_the_model(server: LiveServer) ->
         assert all(sample.labels["model_name"] == "glm5-next-tiny" for sample in family.samples)
 
 
+def test_no_family_and_no_sample_comes_twice(server: LiveServer) -> None:
+    """A host pool's, which this server has not, are in the second text."""
+    state = EngineState(hisparse=dict.fromkeys(HISPARSE, 1), steps={"NONE": 1}, fallbacks={"a": 1}, waits={"b": 1})
+    for text in (server.get("/metrics")[1], _text_of_state(state)):
+        lines = text.splitlines()
+        names = [line.split()[2] for line in lines if line.startswith("# TYPE ")]
+        samples = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
+        assert [name for name, times in Counter([*names, *samples]).items() if times > 1] == []
+        assert len(names) > len(VLLM)
+
+
 def _of_state(state: EngineState) -> dict[str, Metric]:
+    return {family.name: family for family in text_string_to_metric_families(_text_of_state(state))}
+
+
+def _text_of_state(state: EngineState) -> str:
     """The page of a server whose engine reported this."""
     ready = SimpleNamespace(num_blocks=9, block_size=64, ledger={"parts": {}})
     metrics = Metrics("m")
     metrics.follow(lambda: (ready, state))  # type: ignore[arg-type, return-value]
-    return {family.name: family for family in text_string_to_metric_families(metrics.text().decode())}
+    return metrics.text().decode()
 
 
 def test_a_host_pool_is_reported_where_there_is_one(server: LiveServer) -> None:

@@ -191,6 +191,34 @@ def test_strict_calls_that_the_model_begins_are_held_to_their_schema(tmp_path: P
             assert streamed(client, **fields) == ("", calls_of(choice), "tool_calls")
 
 
+@pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), (NAMED, "stop")])
+def test_a_template_without_reasoning_has_calls_from_the_first_token(
+    server: LiveServer, choice: Any, reason: str
+) -> None:
+    """The bundled model's: free to reason first it would do so to the end of its length, and never call."""
+    fields = {"tool_choice": choice, "parallel_tool_calls": False}
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client:
+        answer = ask(client, model="glm5-next-tiny", **fields)
+    assert (answer.finish_reason, len(calls_of(answer))) == (reason, 1)
+    check(calls_of(answer))
+    assert not getattr(answer.message, "reasoning_content", None)
+
+
+@pytest.mark.parametrize("template", ["{{ '<think>' }}", "{{ m.split('</think>')[1] }}", "plain"])
+def test_a_model_may_reason_first_where_its_template_knows_how(template: str) -> None:
+    drawer, tokenizer = Drawer(), spelling()
+    tokenizer.chat_template = template
+    now = [{"type": "function", "function": {"name": "now", "parameters": NOW}}]
+    choice = choose(tools=now, tool_choice="required", parallel_tool_calls=False)
+    block = drawer.draw(FORMS["glm"].block([FORMS["glm"].call("now", NOW)], parallel=False), 0)
+    for thinking, before, may in ((False, "<think>so</think>", template != "plain"), (True, "so</think>", True)):
+        outputs = held(tokenizer, choice, SamplingParams(), thinking=thinking).structured_outputs
+        assert outputs is not None
+        form = json.loads(str(outputs.structural_tag))["format"]
+        assert drawer.accepts(form, before + block) is may
+        assert drawer.accepts(form, block) is not thinking
+
+
 FUNCTION = TOOLS[0]["function"]
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "required"}, "tool_choice", "tool_choice is 'required', which needs tools"),
