@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,13 +14,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sidestream.cli.engine_options import CudagraphMode, Device, Dtype, KvCacheDtype, MaxNumSeqs, MemoryLimit
+from sidestream.cli.eval_server import Answer, Server
 from sidestream.config.engine import DEFAULT_MAX_NUM_SEQS
 from sidestream.core.sampling_params import SamplingParams
 from sidestream.engine.bundled import bundled_model, bundled_questions
-from sidestream.errors import RequestError, SidestreamError
+from sidestream.errors import RequestError
 
 if TYPE_CHECKING:
     from sidestream.engine.exact_match import Item, Judged, Score
+    from sidestream.engine.llm import LLM
 
 HELP = """
 Ask the questions of a JSON Lines file and count the right answers.
@@ -50,7 +49,13 @@ def evaluate(
         Path | None, typer.Argument(help="Questions; `question` and `answer` a line.", show_default="100 bundled ones")
     ] = None,
     model: Annotated[
-        Path | None, typer.Option("--model", "-m", help="Folder of a hub checkpoint.", show_default="the bundled one")
+        Path | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Folder of a hub checkpoint; with --url the name that requests carry.",
+            show_default="the bundled one, or the server's",
+        ),
     ] = None,
     url: Annotated[
         str | None,
@@ -90,13 +95,14 @@ def evaluate(
     memory_limit: MemoryLimit = None,
     kv_cache_dtype: KvCacheDtype = "auto",
 ) -> None:
+    from sidestream.engine.bench.environment import origin
     from sidestream.engine.exact_match import STOP, judge, score
 
     file = file or bundled_questions()
     items, source = _items(file, shots=shots, shots_file=shots_file, limit=limit)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop=STOP)
     prompts = _prompts(items, source, shots=shots, chat=chat)
-    settings = {
+    settings: dict[str, Any] = {
         "device": device,
         "dtype": dtype,
         "kv_cache_dtype": kv_cache_dtype,
@@ -105,22 +111,29 @@ def evaluate(
         "memory_limit": memory_limit,
     }
     asked: dict[str, Any] = {"file": file.name, "max_tokens": max_tokens, "chat": chat, "shots": shots}
+    asked |= {key: value for key, value in origin().items() if key in ("command", "date", "versions")}
     if shots:
         asked["shots_file"] = (shots_file or file).name
         rest = "" if shots_file is not None else ", which are not asked"
         print(f"examples: the first {shots} of {shots_file or file}{rest}; {len(items)} questions", file=sys.stderr)
     if url is not None:
-        answers = _through_server(url, prompts, params, key=api_key, concurrency=concurrency)
-        asked |= {"url": url}
+        server = Server(url, key=api_key, name=None if model is None else str(model))
+        answers = server.answers(prompts, params, concurrency=concurrency)
+        asked |= {"url": url, "model": server.model}
     else:
-        answers = _on_engine(model, prompts, params, settings)
-        asked |= {"model": (model or bundled_model()).name, "device": device, "cudagraph_mode": cudagraph_mode}
+        from sidestream.engine.llm import LLM
+
+        llm = LLM(model, **settings)
+        answers = _on_engine(llm, prompts, params)
+        asked |= {"model": (model or bundled_model()).resolve().name}
+        asked |= {name: getattr(llm.built.config, name) for name in ("device", "dtype", "cudagraph_mode")}
     found: dict[int, Judged] = {}
     with _Asking(len(items)) as advance, _lines(output) as write:
-        for index, text in answers:
-            found[index] = judge(items[index], text)
-            write(json.dumps(found[index].as_json(index), ensure_ascii=False))
-            advance(found[index].correct)
+        for answer in answers:
+            judged = found[answer.index] = judge(items[answer.index], answer.text)
+            how = {"finish_reason": answer.finish_reason, "tokens": answer.tokens}
+            write(json.dumps(judged.as_json(answer.index) | how, ensure_ascii=False))
+            advance(judged.correct)
     _report(score([found[index] for index in range(len(items))]), asked, json_file=json_file)
 
 
@@ -175,46 +188,11 @@ def _lines(path: Path | None) -> Iterator[Callable[[str], None]]:
         yield write
 
 
-def _on_engine(
-    model: Path | None, prompts: list[dict[str, Any]], params: SamplingParams, settings: dict[str, Any]
-) -> Iterator[tuple[int, str]]:
-    from sidestream.engine.llm import LLM
-
-    llm = LLM(model, **settings)
+def _on_engine(llm: LLM, prompts: list[dict[str, Any]], params: SamplingParams) -> Iterator[Answer]:
     for delta in llm.stream(prompts, params):
         if delta.output.finished:
-            yield delta.prompt_index, delta.output.outputs[0].text
-
-
-def _through_server(
-    url: str, prompts: list[dict[str, Any]], params: SamplingParams, *, key: str | None, concurrency: int
-) -> Iterator[tuple[int, str]]:
-    fields = {"temperature": params.temperature, "max_tokens": params.max_tokens, "stop": list(params.stop)}
-
-    def ask(index: int) -> tuple[int, str]:
-        chat = "messages" in prompts[index]
-        path = "/v1/chat/completions" if chat else "/v1/completions"
-        answer = _post(url.rstrip("/").removesuffix("/v1") + path, prompts[index] | fields, key)
-        choice = answer["choices"][0]
-        return index, (choice["message"]["content"] or "") if chat else choice["text"]
-
-    with ThreadPoolExecutor(max(1, concurrency)) as pool:
-        for job in as_completed([pool.submit(ask, index) for index in range(len(prompts))]):
-            yield job.result()
-
-
-def _post(url: str, body: dict[str, Any], key: str | None) -> dict[str, Any]:
-    """The server's answer, or its own words about why there is none."""
-    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-    try:
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request) as answer:
-            return dict(json.load(answer))
-    except urllib.error.HTTPError as error:
-        with error:
-            raise SidestreamError(f"{url} answered {error.code}: {error.read().decode(errors='replace')}") from None
-    except (OSError, ValueError) as error:
-        raise SidestreamError(f"{url} cannot be asked: {error}") from None
+            made = delta.output.outputs[0]
+            yield Answer(delta.prompt_index, made.text, made.finish_reason, len(made.token_ids))
 
 
 class _Asking:

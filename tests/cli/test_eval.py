@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from sidestream.cli.main import app
-from sidestream.errors import RequestError, SidestreamError
+from sidestream.errors import ConfigError, RequestError, SidestreamError
 
 PEOPLE = ("Ann", "Bob", "Cid", "Dee", "Eve")
 
@@ -42,8 +44,17 @@ class Handler(BaseHTTPRequestHandler):
         self.server.bodies.append(body)
         asked = body["prompt"].rpartition("Question: ")[2]
         text = "who?" if asked.startswith("Dee") else " 2 + 3 = 5\n#### 5"
-        answer = json.dumps({"choices": [{"text": text}]}).encode()
-        self.send_response(503 if self.server.failing and asked.startswith("Eve") else 200)
+        choice = {"text": text, "finish_reason": "length" if text == "who?" else "stop"}
+        answer = {"choices": [choice], "usage": {"completion_tokens": len(text)}}
+        self._send(503 if self.server.failing and asked.startswith("Eve") else 200, answer)
+
+    def do_GET(self) -> None:
+        known = self.path == "/v1/models"
+        self._send(200 if known else 404, {"data": [{"id": "small"}]} if known else {"detail": "Not Found"})
+
+    def _send(self, status: int, body: dict[str, Any]) -> None:
+        answer = json.dumps(body).encode()
+        self.send_response(status)
         self.send_header("content-length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer)
@@ -83,6 +94,10 @@ def test_examples_from_the_front_are_not_asked(server: Answering, tmp_path: Path
     assert f"examples: the first 2 of {file}, which are not asked; 3 questions" in result.stderr
     assert "2 of 3 right, accuracy 0.6667; 1 without a final answer, invalid rate 0.3333" in result.stdout
     found = json.loads(score.read_text())
+    assert {"sidestream", "torch", "python"} <= set(found.pop("versions"))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", found.pop("date"))
+    assert found.pop("command").startswith("sidestream ")
+    assert {body["model"] for body in server.bodies} == {"small"}
     assert found == {
         "file": "q.jsonl",
         "max_tokens": 256,
@@ -90,6 +105,7 @@ def test_examples_from_the_front_are_not_asked(server: Answering, tmp_path: Path
         "shots": 2,
         "shots_file": "q.jsonl",
         "url": server.url,
+        "model": "small",
         "items": 3,
         "correct": 2,
         "invalid": 1,
@@ -116,11 +132,12 @@ def test_answers_are_written_as_they_come(server: Answering, tmp_path: Path) -> 
     with pytest.raises(SidestreamError, match="answered 503"):
         run(server, file, "--output", str(output))
     kept = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [(item["index"], item["correct"], item["found"]) for item in kept] == [
-        (0, True, "5"),
-        (1, True, "5"),
-        (2, True, "5"),
-        (3, False, None),
+    keys = ("index", "correct", "found", "finish_reason", "tokens")
+    assert [tuple(item[key] for key in keys) for item in kept] == [
+        (0, True, "5", "stop", 17),
+        (1, True, "5", "stop", 17),
+        (2, True, "5", "stop", 17),
+        (3, False, None, "length", 4),
     ]
     with pytest.raises(RequestError, match="cannot write"):
         run(server, file, "--output", str(tmp_path / "missing" / "answers.jsonl"))
@@ -130,3 +147,39 @@ def test_progress_is_told_without_a_terminal(server: Answering, tmp_path: Path) 
     result = run(server, write(tmp_path / "q.jsonl", PEOPLE))
     assert result.stderr.splitlines()[-1] == "5 of 5 asked, 4 right"
     assert len(result.stderr.splitlines()) == 5
+
+
+def test_an_engines_score_says_what_auto_became(tmp_path: Path) -> None:
+    score, output = tmp_path / "score.json", tmp_path / "answers.jsonl"
+    options = ["--limit", "1", "--max-tokens", "3", "--device", "cpu", "--json", str(score), "--output", str(output)]
+    result = CliRunner().invoke(app, ["eval", *options])
+    assert result.exit_code == 0, result.output
+    found = json.loads(score.read_text())
+    resolved = {key: found[key] for key in ("model", "device", "dtype", "cudagraph_mode")}
+    assert resolved == {"model": "glm5-next-tiny", "device": "cpu", "dtype": "float32", "cudagraph_mode": "none"}
+    (item,) = map(json.loads, output.read_text().splitlines())
+    assert (item["finish_reason"], item["tokens"]) == ("length", 3)
+
+
+def test_a_name_given_is_the_one_that_is_sent(server: Answering, tmp_path: Path) -> None:
+    run(server, write(tmp_path / "q.jsonl", ("Ann",)), "--model", "org/large")
+    assert [body["model"] for body in server.bodies] == ["org/large"]
+
+
+def test_addresses_that_are_none_are_told_so(server: Answering, tmp_path: Path) -> None:
+    file = write(tmp_path / "q.jsonl", PEOPLE)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    for url, error, says in (
+        ("localhost:8000", ConfigError, "url is 'localhost:8000'; it must be like http://127.0.0.1:8000"),
+        ("ftp://host", ConfigError, "url is 'ftp://host'; it must be like http://"),
+        (f"http://127.0.0.1:{port}", SidestreamError, f"cannot connect to http://127.0.0.1:{port}: .*refused"),
+        (
+            f"{server.url}/api",
+            SidestreamError,
+            "answered 404: .*Not Found.*; is .*/api the address of an OpenAI server",
+        ),
+    ):
+        with pytest.raises(error, match=says):
+            run(server, file, "--url", url)
+    assert server.bodies == []
