@@ -132,6 +132,8 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
         raise RequestError(f"{where}: a message needs content, or tool_calls")
     plain = {name: value for name, value in message.model_dump().items() if value is not None}
     plain["content"] = content_text(message)
+    if reasoning := plain.pop("reasoning", None):
+        plain.setdefault("reasoning_content", reasoning)
     if message.tool_calls:
         plain["tool_calls"] = [_call(call, f"{where}.tool_calls.{n}") for n, call in enumerate(message.tool_calls)]
     return plain

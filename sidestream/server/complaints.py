@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from types import NoneType
 from typing import Any, TypeAlias, get_args
 
 from fastapi import Request
@@ -25,7 +26,6 @@ WANTED = {
     "dict_type": "an object",
     "model_type": "an object",
     "model_attributes_type": "an object",
-    "none_required": "null",
 }
 """What a field of a wrong type should have been."""
 BOUNDS = {
@@ -137,6 +137,8 @@ def _said(problem: _Problem, problems: Sequence[_Problem]) -> tuple[str, str]:
     kind, value, context = problem.kind, problem.value, problem.context
     if kind == "missing":
         return "is missing", "missing_required_parameter"
+    if kind == "none_required":
+        return f"is {shown(value)}, which is not supported here; leave it out", "unsupported_parameter"
     if kind in WANTED or kind == "literal_error":
         rivals = [each for each in problems if (each.path, each.branch) == (problem.path, problem.branch)]
         allowed = dict.fromkeys(_wanted(each) for each in rivals if each.of_type or each.kind == "literal_error")
@@ -181,7 +183,8 @@ def shortened(text: str) -> str:
 
 def _names(model: type[BaseModel]) -> Iterator[str]:
     for name, field in model.model_fields.items():
-        yield field.alias or name
+        if field.annotation is not NoneType:  # which is not supported
+            yield field.alias or name
 
 
 def _models_at(model: type[BaseModel] | None, path: Path) -> list[type[BaseModel]]:

@@ -24,6 +24,8 @@ Number: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
 Listed: TypeAlias = Annotated[list[T], Field(fail_fast=True)]
 """A list that is read up to its first fault: millions of complaints would take more memory than the body."""
 TokenIds: TypeAlias = Listed[Integer]
+NotSupported: TypeAlias = Annotated[None, Field(description="Not supported here: must be null.")]
+"""A field of OpenAI's or vLLM's that clients may send as null."""
 
 
 class Strict(BaseModel):
@@ -108,7 +110,7 @@ class CompletionRequest(SamplingFields):
     best_of: Integer | None = Field(None, description="Must equal n.")
     echo: bool | None = None
     logprobs: Integer | None = None
-    suffix: None = Field(None, description="Not supported: must be null.")
+    suffix: NotSupported = None
 
 
 class TextPart(Strict):
@@ -121,14 +123,20 @@ class TextPart(Strict):
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
 
 
-class Message(BaseModel):
-    """One message of a conversation; other fields go to the chat template as they are."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
+class Message(Strict):
+    """One message of a conversation, or an answer as clients send it back; what is given goes to the chat template."""
 
     role: Role
     content: Text | Listed[TextPart] | None = None
+    name: Text | None = None
     tool_calls: Listed[dict[str, Any]] | None = None
+    tool_call_id: Text | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = Field(None, description="Another name of reasoning_content.")
+    refusal: Text | None = None
+    annotations: Listed[dict[str, Any]] | None = None
+    audio: NotSupported = None
+    function_call: NotSupported = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -177,7 +185,7 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
     top_logprobs: Integer | None = None
-    tools: Listed[Tool] | None = Field(None, min_length=1)
+    tools: Listed[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = Field(None, description="False: at most one call.")
     add_generation_prompt: bool | None = None
@@ -188,6 +196,18 @@ class ChatRequest(SamplingFields):
     service_tier: Text | None = Field(None, description="Accepted and not used.")
     safety_identifier: Text | None = Field(None, description="Accepted and not used.")
     prompt_cache_key: Text | None = Field(None, description="Accepted and not used.")
+    audio: NotSupported = None
+    function_call: NotSupported = None
+    functions: NotSupported = None
+    include_reasoning: NotSupported = None
+    modalities: NotSupported = None
+    moderation: NotSupported = None
+    prediction: NotSupported = None
+    prompt_cache_options: NotSupported = None
+    prompt_cache_retention: NotSupported = None
+    reasoning_effort: NotSupported = None
+    verbosity: NotSupported = None
+    web_search_options: NotSupported = None
 
     def names(self) -> dict[str, str]:
         changed = {"prompt": "messages"}

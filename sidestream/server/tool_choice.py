@@ -45,7 +45,7 @@ class ToolChoice:
     """
 
     def __init__(self, body: ChatRequest, parser: str) -> None:
-        choice, tools = body.tool_choice, body.tools
+        choice, tools = body.tool_choice, body.tools or None
         self.named = choice.function.name if isinstance(choice, NamedTool) else None
         self.forced = choice == "required" or self.named is not None
         self.tools = None if choice == "none" else tools

@@ -83,6 +83,14 @@ def test_a_tool_conversation_in_the_format_of_glm() -> None:
     )
 
 
+def test_an_answer_sent_back_is_read() -> None:
+    """As OpenAI's client holds it, and with the reasoning under either name."""
+    nulls = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls"))
+    for given in ({"reasoning": "Look."}, {"reasoning_content": "Look.", "reasoning": "other"}):
+        text = render(GLM, [ASKED, {"role": "assistant", "content": "Yes.", **nulls, **given}])
+        assert "<think>Look.</think>Yes." in text
+
+
 def test_a_tool_conversation_in_the_bundled_template() -> None:
     text = render(None, [ASKED, CALLED, TOLD, ASKED], tools=[TOOL])
     assert text == ("<|user|>\nRain in Köln?<|assistant|> <|end|><|user|>\nRain.<|user|>\nRain in Köln?<|assistant|>")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from collections.abc import Collection
+from typing import Any, get_type_hints
 
 import pytest
 from fastapi import FastAPI
-from pydantic import ValidationError
+from openai.types.chat import ChatCompletionMessage
+from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as ChatParams
+from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as CompletionParams
+from pydantic import BaseModel, ValidationError
 
 from sidestream.server.complaints import complaint
-from sidestream.server.protocol import ChatRequest, CompletionRequest, FunctionDefinition
+from sidestream.server.protocol import ChatRequest, CompletionRequest, FunctionDefinition, Message
 from tests.server.in_process import call, error_of, make
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -51,7 +55,12 @@ COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"logit_bias": {"5": "x"}}, "logit_bias.5 must be a number, got 'x'", "logit_bias.5", "invalid_type"),
     ({"logit_bias": [1]}, "logit_bias must be an object, got [1]", "logit_bias", "invalid_type"),
     ({"stop": [5]}, "stop.0 must be text, got 5", "stop.0", "invalid_type"),
-    ({"suffix": "x"}, "suffix must be null, got 'x'", "suffix", "invalid_type"),
+    (
+        {"suffix": "x"},
+        "suffix is 'x', which is not supported here; leave it out",
+        "suffix",
+        "unsupported_parameter",
+    ),
     ({"stream_options": 5}, "stream_options must be an object, got 5", "stream_options", "invalid_type"),
     (
         {"stream_options": {"x": {"y": None}}},
@@ -119,6 +128,24 @@ CHATS: list[tuple[dict[str, Any], str, str, str]] = [
         "invalid_value",
     ),
     (
+        {"messages": [{"role": "user", "content": "x", "weight": 1}]},
+        "'weight' is not a field of messages.0",
+        "messages.0.weight",
+        "unknown_parameter",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": "x", "audio": {"id": "a"}}]},
+        'messages.0.audio is {"id": "a"}, which is not supported here; leave it out',
+        "messages.0.audio",
+        "unsupported_parameter",
+    ),
+    (
+        {"reasoning_effort": "low"},
+        "reasoning_effort is 'low', which is not supported here; leave it out",
+        "reasoning_effort",
+        "unsupported_parameter",
+    ),
+    (
         {"messages": [{"role": "user"}]},
         "messages.0: a message needs content, or tool_calls",
         "messages.0",
@@ -169,6 +196,22 @@ CHATS: list[tuple[dict[str, Any], str, str, str]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("model", "names", "body"),
+    [
+        (ChatRequest, get_type_hints(ChatParams), HELLO),
+        (CompletionRequest, get_type_hints(CompletionParams), {"prompt": "a"}),
+        (Message, ChatCompletionMessage.model_fields, {"role": "assistant", "content": "a"}),
+    ],
+)
+def test_every_field_of_openai_s_may_be_null(
+    model: type[BaseModel], names: Collection[str], body: dict[str, Any]
+) -> None:
+    assert len(names) > 5
+    read = model.model_validate(dict.fromkeys(names) | body)
+    assert read.model_dump(exclude_none=True) == body
+
+
 @pytest.fixture(scope="module")
 def app() -> FastAPI:
     return make()[0]
@@ -208,6 +251,7 @@ def test_a_chat(app: FastAPI, changes: dict[str, Any], message: str, param: str,
         ("/v1/completions", {"stream_options": {"temprature": 1}}, "temprature", None),
         ("/v1/chat/completions", {"top_logprob": 5}, "top_logprob", "top_logprobs"),
         ("/v1/chat/completions", {"prompt": "x"}, "prompt", None),
+        ("/v1/chat/completions", {"reasoning_efort": "low"}, "reasoning_efort", None),
         (
             "/v1/chat/completions",
             {"response_format": {"type": "json_schema", "jsn_schema": {}}},

@@ -42,7 +42,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 SERVED: list[tuple[str, dict[str, Any]]] = [
     ("chat/completions", CHAT | {"chat_template_kwargs": nested(97)}),
     ("chat/completions", CHAT | {"tools": [TOOL], "tool_choice": "auto"}),
-    ("chat/completions", CHAT | {"messages": [MESSAGE | {"name": nested(90)}]}),
+    ("chat/completions", CHAT | {"messages": [MESSAGE | {"name": "x" * 100_000}]}),
     ("chat/completions", CHAT | {"messages": [{"role": "developer", "content": "a"}]}),
     ("chat/completions", CHAT | {"messages": [{"role": "user", "content": []}]}),
     ("completions", form(json=schema(40))),
@@ -74,6 +74,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     ("completions", SHORT | {"logit_bias": {"9" * 30: 1}}, "which is not a token id", "logit_bias"),
     ("chat/completions", CHAT | {"messages": [call("[" * 90_000)]}, "not JSON", "messages"),
+    ("chat/completions", CHAT | {"messages": [MESSAGE | {"name": nested(90)}]}, "name must be text", "messages.0.name"),
     ("chat/completions", CHAT | {"chat_template_kwargs": {"self": 1}}, "holds 'self'", "chat_template_kwargs"),
     ("chat/completions", CHAT | {"messages": [MESSAGE] * 20_000}, "max_model_len", "messages"),
 ]

@@ -230,7 +230,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "tool_choice",
         "tool_choice names the function 'sub', tools has ",
     ),
-    ({"tools": []}, "tools", "tools has 0 items"),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice", "which needs tools"),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "tools holds two functions of the name 'add'"),
     ({"tools": TOOLS, "tool_choice": "required", "min_tokens": 3}, "min_tokens", "which tools cannot have"),
     ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "which tools cannot have"),
@@ -271,6 +271,11 @@ def choose(parser: str = "glm", **fields: Any) -> ToolChoice:
 
 def strict(**fields: Any) -> list[Any]:
     return [{"type": "function", "function": FUNCTION | {"strict": True} | fields}]
+
+
+def test_an_empty_list_of_tools_is_none() -> None:
+    assert choose(tools=[]).tools is None
+    assert not choose(tools=[], tool_choice="auto", parallel_tool_calls=False).strict
 
 
 def test_a_server_without_a_parser_refuses_what_it_cannot_hold_to() -> None:
