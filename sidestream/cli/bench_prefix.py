@@ -26,6 +26,7 @@ Model = Annotated[
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures there.")]
 Answer = Annotated[int, typer.Option(help="Tokens of each answer.")]
+Seed = Annotated[int, typer.Option(help="Of the prompts, which are random token ids.")]
 AtOnce = Annotated[int, typer.Option(help="Requests at a time.")]
 
 
@@ -36,6 +37,7 @@ def shared_prefix(
     tail: Annotated[int, typer.Option(help="Tokens of each prompt's own.")] = 100,
     answer: Answer = 16,
     concurrency: AtOnce = 4,
+    seed: Seed = 0,
     device: Device = "auto",
     max_num_batched_tokens: MaxNumBatchedTokens = DEFAULT_MAX_NUM_BATCHED_TOKENS,
     cudagraph_mode: CudagraphMode = "auto",
@@ -49,6 +51,7 @@ def shared_prefix(
     _run(
         SharedPrefix(requests=requests, shared=shared, tail=tail, answer=answer, concurrency=concurrency),
         model,
+        seed=seed,
         device=device,
         cudagraph_mode=cudagraph_mode,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -66,6 +69,7 @@ def multi_turn(
     message: Annotated[int, typer.Option(help="Tokens of each message.")] = 50,
     answer: Answer = 50,
     concurrency: AtOnce = 4,
+    seed: Seed = 0,
     device: Device = "auto",
     max_num_batched_tokens: MaxNumBatchedTokens = DEFAULT_MAX_NUM_BATCHED_TOKENS,
     cudagraph_mode: CudagraphMode = "auto",
@@ -79,6 +83,7 @@ def multi_turn(
     _run(
         MultiTurn(chats=chats, turns=turns, system=system, message=message, answer=answer, concurrency=concurrency),
         model,
+        seed=seed,
         device=device,
         cudagraph_mode=cudagraph_mode,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -92,6 +97,7 @@ def _run(
     workload: SharedPrefix | MultiTurn,
     model: Path | None,
     *,
+    seed: int,
     device: str,
     cudagraph_mode: str,
     max_num_batched_tokens: int,
@@ -122,13 +128,13 @@ def _run(
     with model_folder(source) as (folder, _):
         built = build_engine(folder, user)
     console = Console(highlight=False)
-    rows = compare(built, workload, on_row=lambda row: console.print(str(row), markup=False, soft_wrap=True))
+    rows = compare(built, workload, seed=seed, on_row=lambda row: console.print(str(row), markup=False, soft_wrap=True))
     found = {
         "kind": workload.NAME,
         "model": str(source),
         **origin(),
         "device": device_name(built.config.device),
-        "workload": asdict(workload),
+        "workload": asdict(workload) | {"dataset": "random-ids", "seed": seed},
         "rows": [row.as_json() for row in rows],
     }
     write(json_file, found)

@@ -59,11 +59,18 @@ def changed(report: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return copy.deepcopy(report) | changes
 
 
-def run(first: Path, second: Path) -> str:
-    result = CliRunner().invoke(app, ["bench", "compare", str(first), str(second)])
+def run(first: Path, second: Path, *options: str) -> str:
+    result = CliRunner().invoke(app, ["bench", "compare", str(first), str(second), *options])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.stdout
+
+
+def compared(folder: Path, before: dict[str, Any], after: dict[str, Any], *options: str) -> str:
+    """What is printed of two reports, without the table's breaks within a line."""
+    (folder / "before.json").write_text(json.dumps(before))
+    (folder / "after.json").write_text(json.dumps(after))
+    return run(folder / "before.json", folder / "after.json", *options)
 
 
 def test_slower_is_above_one_for_times_and_for_rates() -> None:
@@ -81,8 +88,30 @@ def test_only_what_both_measured() -> None:
     other = changed(LATENCY, decode=LATENCY["decode"][:1], prefill=[])
     assert [row.name for row in compare(LATENCY, other).ratios] == ["batch 1, context 40"]
     nothing = changed(LATENCY, decode=[], prefill=[])
-    with pytest.raises(ConfigError, match="no figure in common"):
+    with pytest.raises(
+        ConfigError, match=r"no figure in common; the first has batch 1, context 40, .*; the second has none"
+    ):
         compare(LATENCY, nothing)
+
+
+def test_cases_that_only_one_has_are_named(tmp_path: Path) -> None:
+    other = changed(LATENCY, prefill=[{"tokens": 128, "tokens_per_s": 1000.0}])
+    found = compare(LATENCY, other)
+    assert (found.only_first, found.only_second) == (("prefill of 96",), ("prefill of 128",))
+    text = compared(tmp_path, LATENCY, other)
+    assert "only before.json has prefill of 96\n" in text
+    assert "only after.json has prefill of 128\n" in text
+
+
+def test_means_are_compared_where_both_have_them() -> None:
+    rows = [row | {"mean": 3.0} for row in LATENCY["decode"]]
+    with_means = changed(LATENCY, decode=rows)
+    assert {row.name for row in compare(with_means, with_means).ratios} >= {"batch 1, context 40, mean"}
+    assert "batch 1, context 40, mean" in compare(LATENCY, with_means).only_second
+    assert "ttft mean" in {row.name for row in compare(SERVE, SERVE).ratios}
+    rows = [PREFIX["rows"][0] | {"first_token_mean_ms": 2.0, "first_token_p99_ms": None}]
+    names = [row.name for row in compare(PREFIX | {"rows": rows}, PREFIX | {"rows": rows}).ratios]
+    assert names == ["cache on, ttft mean", "cache on, ttft p50", "cache on, ttft p90", "cache on, tokens"]
 
 
 def test_reports_of_latency_that_name_no_kind() -> None:
@@ -165,14 +194,22 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_the_table(tmp_path: Path) -> None:
-    (tmp_path / "before.json").write_text(json.dumps(THROUGHPUT))
     other = changed(THROUGHPUT, model="other")
-    other["repeats"]["ttft_p50_ms"] = {"median": 20.0, "min": 1.0, "max": 99.0}
-    (tmp_path / "after.json").write_text(json.dumps(other))
-    text = run(tmp_path / "before.json", tmp_path / "after.json")
+    other["repeats"]["ttft_p50_ms"] = {"median": 19123.4, "min": 1.0, "max": 99.0}
+    other["repeats"]["requests_per_s"] = {"median": 20.0, "min": 1.0, "max": 99.0}
+    text = compared(tmp_path, THROUGHPUT, other, "--json", str(tmp_path / "ratios.json"))
     assert "bench throughput" in text
     assert "before.json" in text
     assert "after.json" in text
-    assert "2.500" in text
-    assert text.count("1.000") == 4
+    cells = [[cell.strip() for cell in line.split("│")] for line in text.splitlines()]
+    assert ["", "ttft p50", "8 ms", "19,123 ms", "2390.425 x slower", ""] in cells
+    assert ["", "requests/s", "8 requests/s", "20 requests/s", "2.500 x faster", ""] in cells
+    assert text.count("the same") == 3
+    found = json.loads((tmp_path / "ratios.json").read_text())
+    assert (found["kind"], found["of"]) == ("compare", "throughput")
+    assert [Path(found[side]).name for side in ("first", "second")] == ["before.json", "after.json"]
+    slower = {figure["name"]: figure["slower"] for figure in found["figures"]}
+    assert slower["requests/s"] == 0.4
+    assert slower["ttft p50"] == pytest.approx(2390.425)
+    assert found["differences"] == ["model: tiny and other"]
     assert "they differ in model: tiny and other" in text

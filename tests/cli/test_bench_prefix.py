@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 
 from sidestream.engine.bench.comparison import compare
+from sidestream.engine.bench.prefix import p99_of
 
-COMMON = ("--device", "cpu", "--answer", "4", "--concurrency", "2", "--max-num-batched-tokens", "256")
+COMMON = ("--device", "cpu", "--seed", "3", "--answer", "4", "--concurrency", "2", "--max-num-batched-tokens", "256")
+
+
+def test_p99_needs_samples() -> None:
+    assert p99_of([float(i) for i in range(99)]) is None
+    assert p99_of([float(i) for i in reversed(range(101))]) == 99.0
 
 
 @pytest.mark.parametrize(
@@ -39,7 +45,11 @@ def test_both_ways_are_measured(
     for row in (off, on):
         assert (row["requests"], row["prompt_tokens"]) == (requests, prompt_tokens)
         assert 0 < row["first_token_ms"] <= row["first_token_p90_ms"]
+        assert row["first_token_mean_ms"] > 0
+        assert row["first_token_p99_ms"] is None, "so few requests have none"
+    assert found["workload"]["dataset"] == "random-ids"
+    assert found["workload"]["seed"] == 3
     assert (off["cache"], off["cached_tokens"]) == (False, 0)
     assert (on["cache"], on["cached_tokens"]) == (True, cached)
     ratios = compare(found, found).ratios
-    assert [row.slower for row in ratios] == [1.0] * 6
+    assert [row.slower for row in ratios] == [1.0] * 8

@@ -50,6 +50,7 @@ def test_the_bundled_model(tmp_path: Path) -> None:
     assert found["repeats"]["requests_per_s"] == {"median": rates[1], "min": rates[0], "max": rates[2]}
     assert found["repeats"]["tpot_p90_ms"]["max"] == max(each["tpot_ms"]["p90"] for each in found["runs"])
     assert found["workload"]["dataset"] == "prose"
+    assert found["workload"]["num_warmups"] == 1, "as bench serve spells it"
     assert found["compiled_after_ready"] == []
     assert {row.slower for row in compare(found, found).ratios} == {1.0}
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from sidestream.errors import ConfigError
 
 Report = Mapping[str, Any]
-POINTS = ("p50", "p90", "p99")
+POINTS = ("mean", "p50", "p90", "p99")
 SETTINGS = ("model", "device", "mode", "dtype", "kv_cache_dtype", "endpoint")
+PREFIX_POINTS = {
+    "mean": "first_token_mean_ms",
+    "p50": "first_token_ms",
+    "p90": "first_token_p90_ms",
+    "p99": "first_token_p99_ms",
+}
 RATES = {"requests_per_s": "requests/s", "output_tokens_per_s": "output tokens/s", "total_tokens_per_s": "tokens/s"}
 
 
@@ -49,11 +55,19 @@ class Comparison:
 
     Attributes:
         differences: settings that make them runs of different things, as lines for people.
+        only_first, only_second: names of the figures that only one of them has.
     """
 
     kind: str
     ratios: tuple[Ratio, ...]
     differences: tuple[str, ...]
+    only_first: tuple[str, ...] = ()
+    only_second: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data; ``slower`` is above 1 where the second is slower, be the figure a time or a rate."""
+        found = asdict(self)
+        return {"kind": "compare", "of": found.pop("kind"), "figures": found.pop("ratios"), **found}
 
 
 def compare(first: Report, second: Report) -> Comparison:
@@ -71,9 +85,13 @@ def compare(first: Report, second: Report) -> Comparison:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"not a report of `sidestream bench {kind} --json`: {error!r}") from None
     ratios = tuple(_ratio(a[name], b[name]) for name in a if name in b)
+    only_a, only_b = (tuple(name for name in one if name not in other) for one, other in ((a, b), (b, a)))
     if not ratios:
-        raise ConfigError(f"the two reports of `bench {kind}` have no figure in common")
-    return Comparison(kind, ratios, tuple(_differences(first, second)))
+        raise ConfigError(
+            f"the two reports of `bench {kind}` have no figure in common; "
+            f"the first has {', '.join(only_a) or 'none'}; the second has {', '.join(only_b) or 'none'}"
+        )
+    return Comparison(kind, ratios, tuple(_differences(first, second)), only_a, only_b)
 
 
 def kind_of(report: Report) -> str:
@@ -91,7 +109,10 @@ def kind_of(report: Report) -> str:
 
 def _latency(report: Report) -> Iterator[Figure]:
     for row in report["decode"]:
-        yield Figure(f"batch {row['batch']}, context {row['context']}", float(row["median"]), "ms")
+        case = f"batch {row['batch']}, context {row['context']}"
+        yield Figure(case, float(row["median"]), "ms")
+        if "mean" in row:
+            yield Figure(f"{case}, mean", float(row["mean"]), "ms")
     for row in report["prefill"]:
         yield Figure(f"prefill of {row['tokens']}", float(row["tokens_per_s"]), "tokens/s", rate=True)
 
@@ -122,8 +143,9 @@ def _serve(report: Report) -> Iterator[Figure]:
 def _prefix(report: Report) -> Iterator[Figure]:
     for row in report["rows"]:
         cache = "cache on" if row["cache"] else "cache off"
-        yield Figure(f"{cache}, ttft p50", float(row["first_token_ms"]), "ms")
-        yield Figure(f"{cache}, ttft p90", float(row["first_token_p90_ms"]), "ms")
+        for point, key in PREFIX_POINTS.items():
+            if row.get(key) is not None:
+                yield Figure(f"{cache}, ttft {point}", float(row[key]), "ms")
         yield Figure(f"{cache}, tokens", float(row["tokens_a_second"]), "tokens/s", rate=True)
 
 

@@ -27,7 +27,7 @@ def origin() -> dict[str, Any]:
         "command": command(sys.argv[1:]),
         "date": time.strftime("%Y-%m-%d"),
         "versions": versions(),
-        "machine": platform.processor() or platform.machine(),
+        "machine": platform.machine(),
     }
 
 
@@ -44,9 +44,11 @@ def command(arguments: Sequence[str]) -> str:
 
 
 def device_name(device: str) -> str:
-    """Of the GPU, or of the processor."""
+    """Of the GPU; of the processor, as ``doctor`` has it, with the cores that this process may use."""
     if device != "cuda":
-        return platform.processor() or platform.machine()
+        from sidestream.engine.doctor.machine import cpu_cores, cpu_name
+
+        return f"{cpu_name()}, {cpu_cores().value} cores"
     import torch
 
     return torch.cuda.get_device_name()

@@ -6,7 +6,7 @@ import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -16,6 +16,9 @@ from sidestream.engine.bench.summary import percentile
 from sidestream.engine.bench.workload import FIRST_TOKEN
 from sidestream.engine.build import BuiltEngine
 from sidestream.engine.core import EngineCore
+
+P99_SAMPLES = 100
+"""Fewer have no p99."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,8 @@ class PrefixTimes:
         cache: whether the prefix cache was on.
         cached_tokens: of ``prompt_tokens``, those taken over.
         first_token_ms: median time from asking to the first token, waiting included.
-        first_token_p90_ms: nine of ten are below it.
+        first_token_mean_ms, first_token_p90_ms: of the same times; nine of ten are below the latter.
+        first_token_p99_ms: None where there are too few requests to tell.
         tokens_a_second: prompt and generated tokens over all of the time.
     """
 
@@ -100,17 +104,20 @@ class PrefixTimes:
     prompt_tokens: int
     cached_tokens: int
     first_token_ms: float
+    first_token_mean_ms: float
     first_token_p90_ms: float
+    first_token_p99_ms: float | None
     tokens_a_second: float
     snapshots_taken: int
     snapshots_restored: int
 
     def __str__(self) -> str:
+        p99 = "" if self.first_token_p99_ms is None else f", p99 {self.first_token_p99_ms:.1f}"
         share = self.cached_tokens / max(self.prompt_tokens, 1)
         return (
             f"cache {'on' if self.cache else 'off'}: {self.requests} requests, {share:.1%} of {self.prompt_tokens} "
             f"prompt tokens taken over; first token after {self.first_token_ms:.1f} ms (p90 "
-            f"{self.first_token_p90_ms:.1f}), {self.tokens_a_second:,.0f} tokens a second"
+            f"{self.first_token_p90_ms:.1f}{p99}), {self.tokens_a_second:,.0f} tokens a second"
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -173,11 +180,18 @@ def run(built: BuiltEngine, workload: SharedPrefix | MultiTurn, *, seed: int) ->
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens,
         first_token_ms=statistics.median(first),
+        first_token_mean_ms=statistics.fmean(first),
         first_token_p90_ms=percentile(sorted(first), 0.9),
+        first_token_p99_ms=p99_of(first),
         tokens_a_second=(prompt_tokens + generated) / seconds,
         snapshots_taken=stats.snapshots_taken,
         snapshots_restored=stats.snapshots_restored,
     )
+
+
+def p99_of(times: Sequence[float]) -> float | None:
+    """None for fewer than ``P99_SAMPLES``."""
+    return percentile(sorted(times), 0.99) if len(times) >= P99_SAMPLES else None
 
 
 def _ask(core: EngineCore, name: str, chat: Conversation) -> int:

@@ -62,7 +62,7 @@ class ThroughputReport:
             figures.setdefault("output_tokens_per_s", []).append(run.rates.output_tokens_per_s)
             figures.setdefault("total_tokens_per_s", []).append(total)
             for name, summary in run.latencies.items():
-                for point in ("p50", "p90", "p99"):
+                for point in ("mean", "p50", "p90", "p99"):
                     figures.setdefault(f"{name}_{point}_ms", []).append(getattr(summary, point))
         return {name: Spread.of(values) for name, values in figures.items()}
 
@@ -160,7 +160,7 @@ def measure(
     for _ in range(repeats):
         runs.append(run(llm, jobs, temperature=temperature))
         on_run(runs[-1])
-    settings = {"repeats": repeats, "warm_ups": len(warm), "temperature": temperature}
+    settings = {"repeats": repeats, "num_warmups": len(warm), "temperature": temperature}
     settings["max_num_seqs"] = llm.built.config.max_num_seqs
     settings["max_num_batched_tokens"] = llm.built.config.max_num_batched_tokens
     return ThroughputReport(model, llm, workload, settings, tuple(runs))

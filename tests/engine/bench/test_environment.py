@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from sidestream.engine.bench.environment import command, origin
+from sidestream.engine.bench.environment import command, device_name, origin
 from sidestream.engine.bench.load.open_files import SPARE, allow_connections
+from sidestream.engine.doctor.machine import probes
 
 
 def test_a_command_can_be_repeated_and_holds_no_key() -> None:
@@ -21,6 +22,12 @@ def test_a_command_can_be_repeated_and_holds_no_key() -> None:
 
 def test_origin() -> None:
     assert origin().keys() == {"command", "date", "versions", "machine"}
+
+
+def test_the_device_is_called_what_doctor_calls_it() -> None:
+    rows = {probe.name: probe.ask().value for probe in probes() if probe.name in ("cpu", "cpu_cores")}
+    for device in ("cpu", "sim"):
+        assert device_name(device) == f"{rows['cpu']}, {rows['cpu_cores']} cores"
 
 
 @pytest.fixture
