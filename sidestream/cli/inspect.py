@@ -9,17 +9,21 @@ from typing import Annotated
 import typer
 
 from sidestream.cli.engine_options import ENGINE, Dtype, KvCacheDtype, LoadFormat, MemoryLimit
+from sidestream.cli.prompt_lines import read_prompts
 from sidestream.engine.bundled import bundled_model
 from sidestream.errors import CheckpointError, RequestError
 
 HELP = """
 Complete a prompt and write a page about it: which tokens each indexer chose, the timeline of one decode step, memory.
 
+A choice shows once prompt and completion are longer than the model's index_topk (64 tokens in the bundled one). The
+completion ends at the end token, or after `--max-tokens`, and has at least five tokens, so that a step can be traced.
 The page needs nothing else; beside it lies the step's Chrome trace, for `chrome://tracing` or ui.perfetto.dev.
 
 **Examples**
 
-- `sidestream inspect --prompt "Question: What is 12 + 30?"` looks at the bundled checkpoint
+- `sidestream inspect` looks at the bundled checkpoint and a prompt of the demo, long enough that tokens are left out
+- `sidestream inspect --prompt "Question: What is 12 + 30?"` shows no choice: 64 tokens or fewer are all selected
 - `sidestream inspect path/to/checkpoint --prompt-file long.txt --output report.html`
 """
 
@@ -30,7 +34,10 @@ def inspect(
     ] = None,
     prompt: Annotated[
         str | None,
-        typer.Option(help="The prompt; `-` reads it from standard input.", show_default="that of --prompt-file"),
+        typer.Option(
+            help="The prompt; `-` reads it from standard input.",
+            show_default="that of --prompt-file, or one of the demo",
+        ),
     ] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="The prompt is this file's text.", show_default="that of --prompt")
@@ -42,14 +49,16 @@ def inspect(
         Path | None,
         typer.Option("--trace", help="The Chrome trace of one decode step.", show_default="beside the page"),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 32,
+    max_tokens: Annotated[
+        int, typer.Option(help="Most tokens to generate, at least 5: the step behind the fourth is traced.")
+    ] = 32,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=ENGINE)] = "auto",
     dtype: Dtype = "auto",
     load_format: LoadFormat = "auto",
     memory_limit: MemoryLimit = None,
     kv_cache_dtype: KvCacheDtype = "auto",
 ) -> None:
-    if (prompt is None) is (prompt_file is None):
+    if prompt is not None and prompt_file is not None:
         raise typer.BadParameter("give one of --prompt and --prompt-file")
     from sidestream.cli.inspect_page import page
     from sidestream.engine.inspection.inspect import inspect_request
@@ -77,6 +86,9 @@ inspect.__doc__ = HELP
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    if prompt is None and prompt_file is None:
+        shipped = read_prompts(bundled_model().parent / "prompts.jsonl")
+        return next(str(entry["prompt"]) for entry in shipped if entry["kind"] == "retrieval")
     if prompt_file is None:
         return sys.stdin.read() if prompt == "-" else str(prompt)
     try:

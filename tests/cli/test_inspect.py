@@ -44,9 +44,10 @@ def data(output: Path) -> dict[str, Any]:
 
 def test_the_text_is_the_engines(data: dict[str, Any]) -> None:
     llm = LLM(device="cpu", max_num_seqs=1)
-    (plain,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=MADE, ignore_eos=True))
+    (plain,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=MADE))
+    assert plain.outputs[0].finish_reason == "stop"
     assert data["prompt"] == len(plain.prompt_token_ids)
-    assert len(data["tokens"]) == data["prompt"] + MADE
+    assert len(data["tokens"]) == data["prompt"] + max(len(plain.outputs[0].token_ids), 5) < data["prompt"] + MADE
     assert "".join(data["tokens"][data["prompt"] :]).replace("<|end|>", "").startswith(plain.outputs[0].text[:6])
 
 
@@ -174,8 +175,20 @@ def test_bad_calls_are_refused(tmp_path: Path) -> None:
     ):
         result = CliRunner().invoke(app, ["inspect", *options, *output])
         assert isinstance(result.exception, error)
-    assert CliRunner().invoke(app, ["inspect"]).exit_code == 2
+    both = ["--prompt", "a", "--prompt-file", str(tmp_path / "x.txt")]
+    assert CliRunner().invoke(app, ["inspect", *both]).exit_code == 2
     assert not (tmp_path / "x.html").exists()
+
+
+def test_without_a_prompt_a_shipped_one_shows_a_choice(tmp_path: Path) -> None:
+    path = tmp_path / "x.html"
+    result = CliRunner().invoke(app, ["inspect", "--device", "cpu", "--max-tokens", "5", "--output", str(path)])
+    assert result.exit_code == 0, result.output
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.DOTALL)
+    assert match is not None
+    found = json.loads(match[1])
+    last = max(map(int, found["groups"][0]["chosen"]))
+    assert 64 <= len(found["groups"][0]["chosen"][str(last)]) <= 67 < last
 
 
 def test_the_page_works_in_a_browser(output: Path, data: dict[str, Any]) -> None:

@@ -54,7 +54,8 @@ class Inspection:
 def inspect_request(folder: Path, prompt: Prompt, *, max_tokens: int, trace: Path, **settings: Any) -> Inspection:
     """Complete one prompt greedily, without graphs and without a prefix cache, and record.
 
-    Every graph mode chooses the same tokens; without graphs Python sees each step's choice.
+    Every graph mode chooses the same tokens; without graphs Python sees each step's choice. A first run finds how long
+    the completion is: the recorded one ends there, or at the step that is traced if that comes later.
 
     Args:
         trace: where the Chrome trace of one decode step goes.
@@ -63,6 +64,9 @@ def inspect_request(folder: Path, prompt: Prompt, *, max_tokens: int, trace: Pat
         RequestError: the prompt cannot be served, or leaves no room to trace a decode.
     """
     llm = LLM(folder, cudagraph_mode="none", enable_prefix_caching=False, max_num_seqs=1, **settings)
+    (plain,) = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens))
+    if max_tokens > TRACED_AT:  # to the end token, or on to the step that is traced
+        max_tokens = max(len(plain.outputs[0].token_ids), TRACED_AT + 1)
     selections = record(llm.built.runner.attention.groups)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     lanes: list[Lane] = []
