@@ -95,7 +95,7 @@ def test_what_cannot_be_asked_is_said(server: LiveServer, tmp_path: Path) -> Non
             "--chat",
             *_too_long(tmp_path),
         )
-    with pytest.raises(SidestreamError, match="cannot connect to http://127.0.0.1:9"):
+    with pytest.raises(SidestreamError, match=r"cannot connect to http://127\.0\.0\.1:9"):
         run(tmp_path, "--limit", "1", "--url", "http://127.0.0.1:9")
 
 
