@@ -11,38 +11,59 @@ from typing import Any
 ALL_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 TEXT = frozenset({"string"})
 NOTABLE = re.compile(r'["\\\x00-\x1f]')
-DEPTH = 16
+DEPTH = 64
 """References and alternatives within each other that are followed."""
 
 
-def json_types(schema: Any, root: Mapping[str, Any], depth: int = DEPTH) -> frozenset[str]:
+def json_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """Types that a schema allows; all of them where it says nothing.
 
     Args:
         schema: of the argument.
         root: the schema that local references (``#/$defs/...``) point into.
     """
-    if not isinstance(schema, Mapping) or depth == 0:
-        return ALL_TYPES
-    said: list[frozenset[str]] = []
-    if isinstance(reference := schema.get("$ref"), str):
-        said.append(json_types(_resolve(reference, root), root, depth - 1))
-    if isinstance(kind := schema.get("type"), str):
-        said.append(frozenset({kind}))
-    elif isinstance(kind, list):
-        said.append(frozenset(k for k in kind if isinstance(k, str)))
-    elif "properties" in schema:
-        said.append(frozenset({"object"}))
-    if isinstance(values := schema.get("enum"), list):
-        said.append(frozenset(type_of(value) for value in values))
-    if "const" in schema:
-        said.append(frozenset({type_of(schema["const"])}))
-    for key in ("anyOf", "oneOf"):
-        if isinstance(options := schema.get(key), list) and options:
-            said.append(frozenset().union(*(json_types(option, root, depth - 1) for option in options)))
-    if isinstance(parts := schema.get("allOf"), list):
-        said += [json_types(part, root, depth - 1) for part in parts]
-    return reduce(_both, said, ALL_TYPES) or ALL_TYPES
+    return TypesOf(root)(schema)
+
+
+class TypesOf:
+    """The types that schemas within ``root`` allow. Each is looked at once; one that leads back to itself says nothing
+    there.
+    """
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._known: dict[int, frozenset[str]] = {}
+        self._kept: list[Any] = []
+
+    def __call__(self, schema: Any, depth: int = DEPTH) -> frozenset[str]:
+        if not isinstance(schema, Mapping) or depth == 0:
+            return ALL_TYPES
+        if id(schema) not in self._known:
+            self._kept.append(schema)  # no other schema gets its id
+            self._known[id(schema)] = ALL_TYPES
+            self._known[id(schema)] = self._look(schema, depth - 1)
+        return self._known[id(schema)]
+
+    def _look(self, schema: Mapping[str, Any], depth: int) -> frozenset[str]:
+        said: list[frozenset[str]] = []
+        if isinstance(reference := schema.get("$ref"), str):
+            said.append(self(pointed_at(reference, self._root), depth))
+        if isinstance(kind := schema.get("type"), str):
+            said.append(frozenset({kind}))
+        elif isinstance(kind, list):
+            said.append(frozenset(k for k in kind if isinstance(k, str)))
+        elif "properties" in schema:
+            said.append(frozenset({"object"}))
+        if isinstance(values := schema.get("enum"), list):
+            said.append(frozenset(type_of(value) for value in values))
+        if "const" in schema:
+            said.append(frozenset({type_of(schema["const"])}))
+        for key in ("anyOf", "oneOf"):
+            if isinstance(options := schema.get(key), list) and options:
+                said.append(frozenset().union(*(self(option, depth) for option in options)))
+        if isinstance(parts := schema.get("allOf"), list):
+            said += [self(part, depth) for part in parts]
+        return reduce(_both, said, ALL_TYPES) or ALL_TYPES
 
 
 def type_of(value: Any) -> str:
@@ -56,12 +77,19 @@ def type_of(value: Any) -> str:
 
 
 def resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema with what its own reference points to, as far as such references lead to something."""
-    for _ in range(DEPTH):
-        found = _resolve(schema["$ref"], root) if isinstance(schema.get("$ref"), str) else None
+    """A schema with what its own reference points to, or with the only part of its ``allOf``, as far as such lead to
+    something.
+    """
+    for _ in range(DEPTH + 1):
+        if isinstance(schema.get("$ref"), str):
+            key, found = "$ref", pointed_at(schema["$ref"], root)
+        elif isinstance(parts := schema.get("allOf"), list) and len(parts) == 1:
+            key, found = "allOf", parts[0]
+        else:
+            break
         if not isinstance(found, Mapping):
             break
-        schema = {**found, **{key: value for key, value in schema.items() if key != "$ref"}}
+        schema = {**found, **{name: value for name, value in schema.items() if name != key}}
     return schema
 
 
@@ -90,6 +118,19 @@ def value_text(text: str, types: frozenset[str]) -> str:
             if not named or (not isinstance(value, str) and type_of(value) in allowed):
                 return JsonText().push(text.strip())
     return json.dumps(text, ensure_ascii=False)
+
+
+def pointed_at(reference: str, root: Mapping[str, Any]) -> Any:
+    """What a local reference points to, None if nothing does."""
+    found: Any = root
+    if reference != "#" and not reference.startswith("#/"):
+        return None
+    for part in reference.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, Mapping) or key not in found:
+            return None
+        found = found[key]
+    return found
 
 
 class JsonText:
@@ -131,19 +172,6 @@ def _both(one: frozenset[str], other: frozenset[str]) -> frozenset[str]:
     either = {"integer", "number"}
     integer = {"integer"} if one & either and other & either else set()
     return frozenset((one & other) | integer)
-
-
-def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a local reference points to, None if nothing does."""
-    found: Any = root
-    if not reference.startswith("#"):
-        return None
-    for part in reference[1:].split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        if not isinstance(found, Mapping) or key not in found:
-            return None
-        found = found[key]
-    return found
 
 
 def _refuse(constant: str) -> float:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from sidestream.core.structured_outputs import JSON_WHITESPACE
+from sidestream.core.structured_outputs import JSON_WHITESPACE, MAX_TAG_CHARACTERS
 from sidestream.errors import RequestError
 from sidestream.server.argument_types import ALL_TYPES, TEXT, json_types, properties_of, resolved, type_of
 from sidestream.server.errors import shown
@@ -22,6 +22,7 @@ from sidestream.server.parsers import (
     DeepSeekV32Parser,
     GlmParser,
 )
+from sidestream.server.tool_schemas import alternatives, check_schema
 
 Form: TypeAlias = dict[str, Any]
 NAME = r'[^<>"\s]+'
@@ -55,6 +56,7 @@ class GlmForms:
     end_of_value = "</arg_value>"
 
     def call(self, name: str, parameters: Mapping[str, Any]) -> Form:
+        check_schema(name, parameters)
         arguments = _arguments(parameters, self._argument, self._any_argument())
         return tag(self.opening + name, arguments, GlmParser.closing)
 
@@ -79,6 +81,7 @@ class DeepSeekV31Forms:
     opening = DeepSeekV31Parser.opening
 
     def call(self, name: str, parameters: Mapping[str, Any]) -> Form:
+        check_schema(name, parameters)
         end = DeepSeekV31Parser.end_of_call
         arguments = _json(parameters, parameters, end)
         return tag(f"{DeepSeekV31Parser.call}{name}{DeepSeekV31Parser.separator}", arguments, end)
@@ -98,6 +101,7 @@ class DeepSeekV32Forms:
     end_of_value = DeepSeekV32Parser.end_of_value
 
     def call(self, name: str, parameters: Mapping[str, Any]) -> Form:
+        check_schema(name, parameters)
         arguments = _arguments(parameters, self._argument, self._any_argument())
         return tag(f'{DeepSeekV32Parser.invoke}{name}">\n', arguments, f"{DeepSeekV32Parser.end_of_call}\n")
 
@@ -196,14 +200,21 @@ def _arguments(parameters: Mapping[str, Any], argument: Any, any_argument: Form)
     root = parameters
     parameters = resolved(parameters, root)
     named = dict(properties_of(root))
-    required = parameters.get("required")
-    needed = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    needed = parameters.get("required", [])
     named |= {name: {} for name in needed if name not in named}
     elements = []
+    size = 0
     for name, schema in named.items():
+        if schema is False and name not in needed:
+            continue
         if not writable(name):
             raise RequestError(f"tools holds the parameter {shown(name)}, a name that a call cannot spell")
         form = argument(name, schema, root)
+        size += len(json.dumps(form))
+        if size > MAX_TAG_CHARACTERS:
+            raise RequestError(
+                f"tools holds arguments of a form of more than {MAX_TAG_CHARACTERS} characters, the limit"
+            )
         elements.append(form if name in needed else {"type": "optional", "content": form})
     if parameters.get("additionalProperties", "properties" not in parameters) is not False:
         elements.append({"type": "star", "content": any_argument})
@@ -217,25 +228,25 @@ def writable(name: str) -> bool:
 
 def _values(schema: Any, root: Mapping[str, Any], end: str) -> list[tuple[bool, Form]]:
     """Forms of a value that stands as text or as JSON (True for text) before ``end``."""
-    schema = resolved(schema, root) if isinstance(schema, Mapping) else {}
-    types = json_types(schema, root)
-    said = schema.get("type", [])
-    if unknown := [kind for kind in (said if isinstance(said, list) else [said]) if kind not in ALL_TYPES]:
-        raise RequestError(
-            f"tools holds a parameter of type {shown(unknown[0])}, JSON has {', '.join(sorted(ALL_TYPES))}"
-        )
-    if "enum" in schema or "const" in schema:
-        options = [schema["const"]] if "const" in schema else schema["enum"]
-        return [_literal(option) for option in options if type_of(option) in types] or [(True, text(end))]
-    for key in ("anyOf", "oneOf"):
-        if isinstance(options := schema.get(key), list) and options:
-            return [value for option in options for value in _values(option, root, end)]
-    if types == ALL_TYPES:
-        return [(True, text(end))]
-    if "string" not in types:
-        return [(False, _json(schema, root, end))]
-    others = sorted(types - TEXT)
-    return [(True, _text(schema, end)), *([(False, _json({**schema, "type": others}, root, end))] if others else ())]
+    texts: list[tuple[bool, Form]] = []
+    others: list[Mapping[str, Any]] = []
+    for option in alternatives(schema, root):
+        types = json_types(option, root)
+        if "enum" in option or "const" in option:
+            literals = [option["const"]] if "const" in option else option["enum"]
+            texts += [_literal(value) for value in literals if type_of(value) in types]
+        elif types == ALL_TYPES:
+            texts.append((True, text(end)))
+        else:
+            if "string" in types:
+                texts.append((True, _text(option, end)))
+            if types - TEXT:
+                others.append({**option, "type": sorted(types - TEXT)} if "string" in types else option)
+    if others:
+        texts.append((False, _json(others[0] if len(others) == 1 else {"anyOf": others}, root, end)))
+    if not texts:
+        raise RequestError(f"tools holds an argument that no value satisfies, of the schema {shown(schema)}")
+    return texts
 
 
 def _literal(value: Any) -> tuple[bool, Form]:
@@ -247,8 +258,6 @@ def _text(schema: Mapping[str, Any], end: str) -> Form:
     if "pattern" in schema:
         return regex(schema["pattern"])
     low, high = schema.get("minLength", 0), schema.get("maxLength")
-    if not all(isinstance(length, int) for length in (low, high or 0)):
-        raise RequestError(f"tools holds a string of minLength {shown(low)} and maxLength {shown(high)}")
     rest = text(end) if high is None else text(end, max_chars=high - low)
     return sequence([regex(f"[^<]{{{low}}}"), rest]) if low else rest
 

@@ -42,6 +42,7 @@ class TaggedParser:
     def __init__(self, thinking: bool, tools: Sequence[Tool] | None) -> None:
         self.reader = TagReader()
         self._parameters = {tool.function.name: tool.function.parameters or {} for tool in tools or ()}
+        self._types: dict[tuple[str, str], frozenset[str]] = {}
         self._thinking = thinking
         self._tools = bool(tools)
         self._pieces: list[Piece] = []
@@ -76,7 +77,9 @@ class TaggedParser:
     def types(self, function: str, key: str) -> frozenset[str]:
         """Types that an argument may have, by the function's schema."""
         parameters = self._parameters.get(function, {})
-        return json_types(properties_of(parameters).get(key), parameters)
+        if (function, key) not in self._types:
+            self._types[function, key] = json_types(properties_of(parameters).get(key), parameters)
+        return self._types[function, key]
 
     def member(self, key: str, types: frozenset[str], end: str) -> Generator[None, None, bool]:
         """Read one argument up to ``end``: text as it comes, other values when they are complete; whether they were."""

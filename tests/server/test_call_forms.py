@@ -86,6 +86,29 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "$ref": "#/$defs/P",
         "$defs": {"P": {"type": "object", "properties": {"n": {"type": "string", "maxLength": 3}}, "required": ["n"]}},
     },
+    "a part alone": {
+        "allOf": [{"$ref": "#/$defs/P"}],
+        "title": "P",
+        "$defs": {
+            "P": {
+                "type": "object",
+                "properties": {"u": {"allOf": [{"$ref": "#/$defs/U"}], "default": "c"}},
+                "required": ["u"],
+            },
+            "U": {"enum": ["c", "7"], "type": "string"},
+        },
+    },
+    "a type said twice": {
+        "type": "object",
+        "properties": {
+            "a": {"type": ["string", "null"], "anyOf": [{"const": "q"}, {"type": "null"}]},
+            "b": {
+                "oneOf": [{"type": "integer", "maximum": 9, "minimum": 0}, {"type": "boolean"}, {"$ref": "#/$defs/E"}]
+            },
+        },
+        "required": ["a", "b"],
+        "$defs": {"E": {"anyOf": [{"$ref": "#/$defs/N"}, {"$ref": "#/$defs/N"}]}, "N": {"type": "null"}},
+    },
     "nothing": {"type": "object", "properties": {}, "additionalProperties": False},
 }
 

@@ -242,9 +242,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 ]
 BAD_PARAMETERS: list[tuple[dict[str, Any], str, str]] = [
     ({"type": "array"}, "tools.0.function.parameters", "are of type array, they must be an object"),
-    ({"type": "object", "properties": {"a": {"type": "poem"}}}, "tools", "of type 'poem'"),
+    ({"type": "object", "properties": {"a": {"type": "poem"}}}, "tools", "have type 'poem', which must be one"),
     ({"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}, "tools", "cannot be compiled: "),
-    ({"type": "object", "properties": {"a": {"type": "array", "items": 5}}}, "tools", "cannot be compiled: "),
+    ({"type": "object", "properties": {"a": {"type": "array", "items": 5}}}, "tools", "have items 5, which must be a"),
+    ({"type": "object", "properties": {"a": {"type": [["string"]]}}}, "tools", "which must be one or more of array"),
+    ({"$ref": "#/$defs/t", "$defs": {"t": {"anyOf": [{"$ref": "#/$defs/t"}]}}}, "tools", "that lead to themselves"),
     ({"type": "object", "properties": {"a<b": {}}}, "tools", "'a<b', a name that a call cannot spell"),
 ]
 
