@@ -31,11 +31,11 @@ $(RUN): requirements/run.txt pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(SRV): requirements/server.txt $(RUN)
-	$(call install,what the server needs,requirements/server.txt,requirements/server.txt,100 MB more)
+	$(call install,what the server needs,requirements/server.txt,requirements/server.txt,0.7 GB more)
 	@touch $@
 
 $(DEV): $(RUN) $(wildcard requirements/*.txt)
-	$(call install,what the tests need: the server$(comma) real clients of it$(comma) checkers,requirements/dev.txt,$(filter-out %/run.txt,$(wildcard requirements/*.txt)),1.6 GB more)
+	$(call install,what the tests need: the server$(comma) real clients of it$(comma) checkers,requirements/dev.txt,$(filter-out %/run.txt,$(wildcard requirements/*.txt)),1.6 GB more with the server)
 	@touch $(SRV) $@
 
 generate: $(RUN) ## answer the bundled prompts with the bundled checkpoint
