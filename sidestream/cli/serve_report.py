@@ -12,6 +12,9 @@ from rich.text import Text
 
 from sidestream.engine.startup_clock import PhaseProgress
 
+MAX_LINE = 500
+"""Characters of a refused request's line."""
+
 
 class ServeReport:
     """Implements ``server.run.Watcher``: a bar a phase on a terminal, a line a phase elsewhere.
@@ -61,6 +64,13 @@ class ServeReport:
         if self._bars is not None:
             self._bars.stop()
         self._say(f"ready after {seconds:.2f} s: {self._address}/v1, {self._address}/dashboard")
+
+    def load(self, line: str) -> None:
+        self._say(line)
+
+    def refused(self, status: int, path: str, message: str) -> None:
+        line = f"{status} {path}: {message}"[:MAX_LINE]
+        self._say("".join(each if each.isprintable() else ascii(each)[1:-1] for each in line))
 
     def stopping(self, signal_name: str, *, requests: int, limit: int | None) -> None:
         if requests == 0:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from sidestream import __version__
 from sidestream.engine.async_engine import AsyncEngine
@@ -71,7 +71,7 @@ def create_app(service: Service, *, engine: Callable[[], Awaitable[AsyncEngine]]
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
     if settings.api_key is not None:
         app.add_middleware(ApiKey, key=settings.api_key)
-    app.add_middleware(CutOff, on_error=service.metrics.refused)
+    app.add_middleware(CutOff, on_error=service.refused)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
@@ -108,6 +108,14 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
     @app.get("/ready", summary="Requests are served now")
     async def ready() -> Response:
         return JSONAnswer({"status": "ready", "model": service.settings.model_name} | _about(service))
+
+    @app.get("/version", summary="Of this server")
+    async def version() -> Response:
+        return JSONAnswer({"version": __version__})
+
+    @app.get("/", include_in_schema=False)
+    async def root() -> Response:
+        return RedirectResponse("/dashboard")
 
     @app.get("/dashboard", summary="A page with charts and a form")
     async def dashboard() -> Response:

@@ -19,10 +19,10 @@ class CutOff:
     an error event and no ``[DONE]`` in a stream. It stands outside of everything that answers.
 
     Args:
-        on_error: told the status of every answer that is an error, these among them.
+        on_error: told status, path and message of every answer that is an error, these among them.
     """
 
-    def __init__(self, app: ASGIApp, *, on_error: Callable[[int], None]) -> None:
+    def __init__(self, app: ASGIApp, *, on_error: Callable[[int, str, str], None]) -> None:
         self._app = app
         self._on_error = on_error
 
@@ -31,15 +31,16 @@ class CutOff:
             await self._app(scope, receive, send)
             return
         started: Message | None = None
-        ended = False
+        ended = told = False
 
         async def noted(message: Message) -> None:
-            nonlocal started, ended
+            nonlocal started, ended, told
             if message["type"] == "http.response.start":
                 started = message
-                if message["status"] >= 400 and message["status"] != CLIENT_GONE:
-                    self._on_error(message["status"])
             else:
+                if started is not None and started["status"] >= 400 and started["status"] != CLIENT_GONE and not told:
+                    told = True
+                    self._on_error(started["status"], scope["path"], _message(message.get("body", b"")))
                 ended = not message.get("more_body", False)
             await send(message)
 
@@ -53,12 +54,20 @@ class CutOff:
             if started is None:
                 await error_answer(error)(scope, receive, noted)
             elif not ended and _is_stream(started):
-                self._on_error(error.status)
+                self._on_error(error.status, scope["path"], str(error))
                 with suppress(OSError):
                     event = b"data: " + msgspec.json.encode(error.body) + b"\n\n"
                     await send({"type": "http.response.body", "body": event, "more_body": False})
             elif not ended:
                 raise
+
+
+def _message(body: bytes) -> str:
+    """What an error's body says."""
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return ""
 
 
 def _is_stream(started: Message) -> bool:

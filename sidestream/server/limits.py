@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sidestream.server.errors import ApiError, WhileReadingError, error_answer
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/dashboard"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/dashboard"})
 """What probes, scrapers and browsers read without a key; nothing of a request's content is there."""
 BEARER = re.compile(rb"bearer +(.+?) *", re.IGNORECASE)
 """Names of HTTP schemes are the same in either case (RFC 9110, 11.1)."""

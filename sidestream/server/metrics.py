@@ -81,6 +81,12 @@ class Metrics:
     def disconnected(self) -> None:
         self._disconnected.inc()
 
+    def tokens(self) -> tuple[int, int]:
+        """Tokens so far, of prompts and generated."""
+        names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+        prompt, generated = (self.registry.get_sample_value(name, {LABEL: self._model}) or 0 for name in names)
+        return int(prompt), int(generated)
+
     def text(self) -> bytes:
         """The whole registry in Prometheus's text format."""
         return generate_latest(self.registry)

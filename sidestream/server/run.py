@@ -47,6 +47,14 @@ class Watcher(Protocol):
         """Requests are served, so many seconds after the process began."""
         ...
 
+    def load(self, line: str) -> None:
+        """What ran in the last seconds."""
+        ...
+
+    def refused(self, status: int, path: str, message: str) -> None:
+        """A request was answered with an error."""
+        ...
+
     def stopping(self, signal_name: str, *, requests: int, limit: int | None) -> None:
         """A signal came; requests that are being answered may go on for ``limit`` seconds, None is to their end."""
         ...
@@ -104,9 +112,11 @@ class _Running:
     async def _serve(self, bound: socket.socket, link: EngineLink) -> None:
         from sidestream.server.app import create_app  # while the engine's process imports what it needs
         from sidestream.server.http_server import HttpServer
+        from sidestream.server.load_log import LoadLog
         from sidestream.server.service import Service
 
         self._service = service = Service(self._settings)
+        service.on_refused = self._watcher.refused
         starting = asyncio.create_task(
             AsyncEngine.start(self._settings.folder, self._settings.engine, clock=self._clock, link=link)
         )
@@ -122,7 +132,12 @@ class _Running:
 
         app = create_app(service, engine=engine, end=lambda: self._server.stop() if self._server else None)
         self._server = HttpServer(app, drain_seconds=self._settings.drain_seconds)
-        await self._server.serve(sockets=[bound])
+        log = asyncio.create_task(LoadLog(service, self._watcher.load).run())
+        try:
+            await self._server.serve(sockets=[bound])
+        finally:
+            log.cancel()
+            await asyncio.gather(log, return_exceptions=True)
 
     async def _passes(self, starting: asyncio.Task[AsyncEngine]) -> bool:
         """Whether settings and checkpoint are good; False if a signal came first. Raises what ``starting`` does."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import sys
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -47,21 +48,31 @@ class Service:
     Attributes:
         phase: how far the start is, before the engine is there.
         failure: why the server must end; None while all is well.
+        on_refused: told status, path and message of what is answered with an error once the engine was ready.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.metrics = Metrics(settings.model_name)
-        self.metrics.follow(self._report)
+        self.metrics.follow(self.report)
         self.phase: PhaseProgress | None = None
         self.failure: Exception | None = None
+        self.on_refused: Callable[[int, str, str], None] | None = None
         self._engine: AsyncEngine | None = None
         self._tokens: TokenText | None = None
 
     def serve(self, engine: AsyncEngine) -> None:
         """Take requests from now on."""
+        if engine.tokenizer is not None:  # which warns of lengths that the engine checks, with its own limit
+            engine.tokenizer.model_max_length = sys.maxsize
         self._tokens = TokenText(engine.tokenizer)
         self._engine = engine
+
+    def refused(self, status: int, path: str, message: str) -> None:
+        """A request was answered with an error; probes of a start are counted alone."""
+        self.metrics.refused(status)
+        if self._engine is not None and self.on_refused is not None:
+            self.on_refused(status, path, message)
 
     @property
     def alive(self) -> bool:
@@ -138,7 +149,8 @@ class Service:
             for clock in clocks.values():
                 clock.dropped()
 
-    def _report(self) -> tuple[Ready, EngineState] | None:
+    def report(self) -> tuple[Ready, EngineState] | None:
+        """What the engine said last; None before it is there."""
         return None if self._engine is None else (self._engine.ready, self._engine.state)
 
 
