@@ -48,8 +48,8 @@ def test_dropping_any_tensor_breaks_parity(variant: str, tmp_path: Path, monkeyp
     expected = [oracle_logprobs(oracle, sequence) for sequence in sequences]
     views: dict[str, torch.Tensor] = {}
     dropped: set[str] = set()
-    real = load.open_weights
-    monkeypatch.setattr(load, "open_weights", lambda *a, **k: RecordingSource(real(*a, **k), views, dropped))
+    real = build.open_weights
+    monkeypatch.setattr(build, "open_weights", lambda *a, **k: RecordingSource(real(*a, **k), views, dropped))
     harness = Harness(folder)
 
     def error(harness: Harness) -> float:
