@@ -137,7 +137,7 @@ class GrammarMasks:
 
     def _check(self, request: Request, form: StructuredOutputs) -> None:
         if importlib.util.find_spec("xgrammar") is None:
-            raise RequestError(f"{form.source} needs xgrammar, which is not installed: 'sidestream[server]'")
+            raise RequestError(f"{form.source} needs xgrammar, which is not installed (the server extra has it)")
         if not self._eos:
             raise RequestError(f"{form.source} needs an end-of-sequence token, and this checkpoint names none")
         for name, off in (("ignore_eos", False), ("min_tokens", 0)):

@@ -17,6 +17,9 @@ LEAST_TOKENS = 16
 """A step that prefills at all gets so many, whatever they cost; fewer tell nothing of what they cost."""
 MOST_STEPS = 8
 """Some prompt gets on in each so many steps, whatever it costs."""
+SHORT_PROMPT = 256
+"""Tokens up to which prompts are not paced while none is longer: in chunks they would cost so much more, where any
+prefill is dear, that they pile up and all end later."""
 REFRESH_STEPS = 32
 """After so many steps with prefill one goes without, to see how long decodes take alone."""
 
@@ -29,9 +32,13 @@ class PrefillPacer:
     chunks come in every few steps, so that steps take no more than that on average.
 
     It reads no clock: who runs the steps says how long they took.
+
+    Args:
+        short_prompt: longest prompt that needs no pacing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, short_prompt: int = SHORT_PROMPT) -> None:
+        self._short_prompt = short_prompt
         self._decode_times = DecodeTimes()
         self._chunk_times = ChunkTimes()
         self._plain_steps = 0
@@ -48,13 +55,14 @@ class PrefillPacer:
             if alone is not None:
                 self._chunk_times.observe(num_prefill_tokens, seconds, alone=alone)
 
-    def budget(self, num_decodes: int, num_prompts: int) -> int:
+    def budget(self, num_decodes: int, num_prompts: int, *, longest: int = UNLIMITED) -> int:
         """Most prefill tokens of the next step, which is counted as planned: call it once for each.
 
         Args:
             num_prompts: that could go on or begin, waiting ones included.
+            longest: tokens of the longest of them that may be in the step.
         """
-        if not num_decodes:
+        if not num_decodes or (num_prompts and longest <= self._short_prompt):
             return UNLIMITED
         tokens, pause = self._plan(num_decodes, num_prompts) if num_prompts else (UNLIMITED, 0)
         if not num_prompts or self._plain_steps < pause:

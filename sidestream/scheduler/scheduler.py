@@ -22,7 +22,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Listing
-from itertools import count
+from itertools import chain, count, islice
 
 from sidestream.cache.prefix_stats import PrefixStats
 from sidestream.cache.slots import SlotPool
@@ -226,10 +226,11 @@ class Scheduler:
         """Prefill tokens that the pacer allows this step."""
         if self._pacer is None:
             return self.config.max_num_batched_tokens
-        num_prompts = sum(sequence.is_prefilling for sequence in self._running)
-        if num_prompts or (admit and len(self._running) < self.config.max_running):
-            num_prompts += len(self._waiting)
-        return self._pacer.budget(num_decodes, num_prompts)
+        prompts = [sequence for sequence in self._running if sequence.is_prefilling]
+        seats = self.config.max_running - len(self._running) if admit else 0
+        num_prompts = len(prompts) + (len(self._waiting) if prompts or seats else 0)
+        longest = max((s.num_known for s in chain(prompts, islice(self._waiting, seats))), default=0)
+        return self._pacer.budget(num_decodes, num_prompts, longest=longest)
 
     def _plan_prefills(self, plan: dict[Sequence, int], budget: int, *, admit: bool) -> None:
         running = [s for s in self._running if s.is_prefilling and not self._is_stuck(s)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import sidestream.engine.load as load
+from sidestream.engine import build
 from sidestream.weights import LoadReport, Shard, WeightSource
 from tests.engine.harness import Harness, one_shot, oracle_logprobs, random_sequences
 from tests.tiny_models import VARIANTS, build_oracle, save_checkpoint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ import torch
 from sidestream import LLM, ConfigError, SamplingParams
 from sidestream.config.engine import EngineConfig
 from sidestream.core.batch import ScheduledStep
+from sidestream.engine import core
 from sidestream.engine.core import EngineCore
 from sidestream.engine.engine_process import for_service
 from sidestream.engine.step_clock import StepClock
 from sidestream.scheduler.config import DEFAULT_SHARED_PREFIX_WAIT
+from sidestream.scheduler.prefill_pacer import PrefillPacer
 from tests.engine.harness import oracle_logprobs, random_sequences
 from tests.engine.llm_fixtures import check_greedy, make_checkpoint
 from tests.tolerances import PARITY_LOGPROB
@@ -28,8 +31,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return folder, make_checkpoint(request.param, folder)
 
 
-def paced(folder: Path, *, seed: int) -> LLM:
-    """An engine whose clock runs as it likes, so that chunks are of all sizes."""
+def paced(folder: Path, patch: pytest.MonkeyPatch, *, seed: int) -> LLM:
+    """An engine whose clock runs as it likes, so that chunks are of all sizes, those of short prompts too."""
+    patch.setattr(core, "PrefillPacer", partial(PrefillPacer, short_prompt=0))
     llm = LLM(folder, prefill_pacing=True, block_size=8, max_num_seqs=6, max_model_len=400, num_blocks=150)
     draws, time = random.Random(seed), [0.0]
 
@@ -42,9 +46,11 @@ def paced(folder: Path, *, seed: int) -> LLM:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_answers_are_the_oracle_s_whatever_the_chunks(checkpoint: Checkpoint, seed: int) -> None:
+def test_answers_are_the_oracle_s_whatever_the_chunks(
+    checkpoint: Checkpoint, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, oracle = checkpoint
-    llm = paced(folder, seed=seed)
+    llm = paced(folder, monkeypatch, seed=seed)
     llm.built.pools.poison()
     chunks: set[int] = set()
     schedule = llm.core.scheduler.schedule

@@ -55,6 +55,42 @@ def test_several_prompts_may_take_as_long_each(prompts: int) -> None:
     engine.run_until_done(*names)
 
 
+def dear_prefill(index: int, decodes: int, tokens: int) -> float:
+    """Any prefill costs as much as two or three steps of decodes."""
+    return (0.018 + 0.0018 * decodes if decodes else 0.0) + (0.05 + 0.002 * tokens if tokens else 0.0)
+
+
+def test_short_prompts_by_themselves_go_as_without_a_pacer_and_pile_up_with_one() -> None:
+    """At half of what the engine can do; a limit of 0 shows what not to pace them is for."""
+    seconds = []
+    for pacer in (PrefillPacer(), None, PrefillPacer(short_prompt=0)):
+        engine = paced(pacer=pacer, cost=dear_prefill)
+        rng, now, due = random.Random(0), 0.0, 0.0
+        asked: dict[str, float] = {}
+        ended: dict[str, float] = {}
+        while len(ended) < 40:
+            while len(asked) < 40 and (due <= now or len(asked) == len(ended)):
+                now = max(now, due)
+                asked[engine.ask(128, max_tokens=32)] = due
+                due += rng.expovariate(1.5)
+            before = len(engine.costs)
+            engine.step()
+            now += sum(cost.seconds for cost in engine.costs[before:])
+            for name in engine.reasons:
+                ended.setdefault(name, now)
+        seconds.append(sum(ended[name] - asked[name] for name in asked))
+    assert seconds[0] == seconds[1]
+    assert seconds[2] > 1.5 * seconds[1]
+
+
+def test_a_long_prompt_among_short_ones_is_paced() -> None:
+    engine = paced(cost=dear_prefill)
+    engine.decode(2)
+    engine.ask(257, max_tokens=1)
+    engine.run_until_done(*[engine.ask(100, max_tokens=1) for _ in range(3)])
+    assert engine.scheduler.num_paced_steps > 0
+
+
 def test_a_backlog_of_short_prompts_costs_next_to_nothing() -> None:
     """Beside eight streams, 200 prompts of 100 tokens: all are answered in nearly the time that it takes unpaced."""
     seconds = []
@@ -182,7 +218,7 @@ def test_a_prompt_gets_on_whatever_steps_cost(factor: float) -> None:
 
 
 def test_a_batch_of_a_size_that_was_never_seen_is_seen_alone_first() -> None:
-    engine = paced()
+    engine = paced(pacer=PrefillPacer(short_prompt=0))
     engine.decode(2)
     for _ in range(20):
         engine.ask(2, max_tokens=10_000)
@@ -226,7 +262,10 @@ def test_aborts_and_preemptions_on_a_tiny_pool_with_wild_costs(budget: int, dept
         make_request(f"r{i}", rng.choice([1, 2, 4, rng.randint(1, 40)]), max_tokens=rng.randint(1, 10))
         for i in range(300)
     ]
-    engine = PacedEngine(config, depth=depth, cost=lambda *_: rng.choice([1e-4, 1e-3, 1.0]) * (1 + rng.random()))
+    pacer = PrefillPacer(short_prompt=0)
+    engine = PacedEngine(
+        config, depth=depth, pacer=pacer, cost=lambda *_: rng.choice([1e-4, 1e-3, 1.0]) * (1 + rng.random())
+    )
     drive(engine, requests, rng, abort_share=0.02)
     assert_answers(engine, requests)
     assert_all_back(engine)
