@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -99,6 +99,9 @@ def evaluate(
     from sidestream.engine.exact_match import STOP, judge, score
 
     file = file or bundled_questions()
+    _keep_apart(read=(file, shots_file), written={"--output": output, "--json": json_file})
+    if concurrency < 1:
+        raise RequestError(f"concurrency is {concurrency}, at least 1 is needed")
     items, source = _items(file, shots=shots, shots_file=shots_file, limit=limit)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop=STOP)
     prompts = _prompts(items, source, shots=shots, chat=chat)
@@ -138,6 +141,16 @@ def evaluate(
 
 
 evaluate.__doc__ = HELP
+
+
+def _keep_apart(*, read: Sequence[Path | None], written: Mapping[str, Path | None]) -> None:
+    """Refuse to write over what is read, or both results into one file."""
+    taken = {path.resolve(): "which is read" for path in read if path is not None}
+    for option, path in written.items():
+        if path is not None:
+            if (why := taken.get(path.resolve())) is not None:
+                raise RequestError(f"{option} is {path}, {why}; give another file")
+            taken[path.resolve()] = f"which {option} writes too"
 
 
 def _items(file: Path, *, shots: int, shots_file: Path | None, limit: int | None) -> tuple[list[Item], list[Item]]:

@@ -183,3 +183,22 @@ def test_addresses_that_are_none_are_told_so(server: Answering, tmp_path: Path) 
         with pytest.raises(error, match=says):
             run(server, file, "--url", url)
     assert server.bodies == []
+
+
+@pytest.mark.parametrize("option", ["--output", "--json"])
+@pytest.mark.parametrize("read", ["q.jsonl", "e.jsonl"])
+def test_what_is_read_is_not_written_over(server: Answering, tmp_path: Path, option: str, read: str) -> None:
+    questions, examples = write(tmp_path / "q.jsonl", PEOPLE), write(tmp_path / "e.jsonl", PEOPLE)
+    before = (tmp_path / read).read_bytes()
+    (tmp_path / "link").symlink_to(tmp_path / read)
+    with pytest.raises(RequestError, match=f"{option} is .*link, which is read; give another file"):
+        run(server, questions, "--shots-file", str(examples), option, str(tmp_path / "link"))
+    assert (tmp_path / read).read_bytes() == before
+    with pytest.raises(RequestError, match="--json is .*new, which --output writes too"):
+        run(server, questions, "--output", str(tmp_path / "new"), "--json", str(tmp_path / "new"))
+    assert server.bodies == []
+
+
+def test_nothing_at_once_is_refused(server: Answering, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="concurrency is 0, at least 1 is needed"):
+        run(server, write(tmp_path / "q.jsonl", PEOPLE), "--concurrency", "0")
