@@ -191,10 +191,10 @@ def test_what_is_read_is_not_written_over(server: Answering, tmp_path: Path, opt
     questions, examples = write(tmp_path / "q.jsonl", PEOPLE), write(tmp_path / "e.jsonl", PEOPLE)
     before = (tmp_path / read).read_bytes()
     (tmp_path / "link").symlink_to(tmp_path / read)
-    with pytest.raises(RequestError, match=f"{option} is .*link, which is read; give another file"):
+    with pytest.raises(RequestError, match=rf"{option} is .*link, which is read; give another file"):
         run(server, questions, "--shots-file", str(examples), option, str(tmp_path / "link"))
     assert (tmp_path / read).read_bytes() == before
-    with pytest.raises(RequestError, match="--json is .*new, which --output writes too"):
+    with pytest.raises(RequestError, match=r"--json is .*new, which --output writes too"):
         run(server, questions, "--output", str(tmp_path / "new"), "--json", str(tmp_path / "new"))
     assert server.bodies == []
 
