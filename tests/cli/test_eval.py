@@ -96,7 +96,7 @@ def test_examples_from_the_front_are_not_asked(server: Answering, tmp_path: Path
     found = json.loads(score.read_text())
     assert {"sidestream", "torch", "python"} <= set(found.pop("versions"))
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", found.pop("date"))
-    assert found.pop("command").startswith("sidestream ")
+    assert found.pop("command").startswith("sidestream")
     assert {body["model"] for body in server.bodies} == {"small"}
     assert found == {
         "file": "q.jsonl",

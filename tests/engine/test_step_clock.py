@@ -51,7 +51,7 @@ class Device:
     def observe(self, num_decodes: int, num_prefill_tokens: int, seconds: float) -> None:
         self.told.append((num_decodes, num_prefill_tokens, seconds))
 
-    def budget(self, num_decodes: int, num_prompts: int) -> int:
+    def budget(self, num_decodes: int, num_prompts: int, *, longest: int) -> int:
         return 1000
 
 

@@ -77,7 +77,11 @@ def test_a_refused_request_is_one_line_whatever_it_holds() -> None:
 
 
 def test_a_prompt_that_is_too_long_is_refused_without_a_warning_of_the_tokenizer() -> None:
+    from transformers.utils import logging as verbosity
+
     app, _, _ = make()
+    before = verbosity.get_verbosity()
+    verbosity.set_verbosity_warning()  # whatever other tests of this process left
     heard: list[logging.LogRecord] = []
     handler: Any = logging.Handler()
     handler.emit = heard.append
@@ -90,6 +94,7 @@ def test_a_prompt_that_is_too_long_is_refused_without_a_warning_of_the_tokenizer
         assert len(heard) == 1, "it would have been heard"
     finally:
         logging.getLogger("transformers").removeHandler(handler)
+        verbosity.set_verbosity(before)
 
 
 def test_version_and_root() -> None:
