@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -86,7 +87,10 @@ def run(server: Answering, file: Path, *options: str) -> Result:
     return result
 
 
-def test_examples_from_the_front_are_not_asked(server: Answering, tmp_path: Path) -> None:
+def test_examples_from_the_front_are_not_asked(
+    server: Answering, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sidestream", "eval", "q.jsonl", "--api-key", "secret"])
     file, score = write(tmp_path / "q.jsonl", PEOPLE), tmp_path / "score.json"
     result = run(server, file, "--shots", "2", "--json", str(score))
     front = "Question: Ann has?\nAnswer: Ann.\n#### 5\n\nQuestion: Bob has?\nAnswer: Bob.\n#### 5\n\n"
@@ -96,7 +100,7 @@ def test_examples_from_the_front_are_not_asked(server: Answering, tmp_path: Path
     found = json.loads(score.read_text())
     assert {"sidestream", "torch", "python"} <= set(found.pop("versions"))
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", found.pop("date"))
-    assert found.pop("command").startswith("sidestream")
+    assert found.pop("command") == "sidestream eval q.jsonl --api-key ..."
     assert {body["model"] for body in server.bodies} == {"small"}
     assert found == {
         "file": "q.jsonl",
