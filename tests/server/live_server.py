@@ -66,7 +66,10 @@ class LiveServer:
     def engine_pid(self) -> int:
         """Of the engine's process, the only child."""
         children = subprocess.run(
-            ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=True
+            ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(self.process.pid)],  # wide: a long path cuts no name
+            capture_output=True,
+            text=True,
+            check=True,
         )
         (pid,) = [int(line.split()[0]) for line in children.stdout.splitlines() if "engine_process" in line]
         return pid
