@@ -5,7 +5,7 @@ vLLM's figures for slice A were measured on the same kind of GPU. The file is wr
 each case, so that a run which is cut off leaves what it had; a case that fails is named in it, and the others run.
 
     PYTHONPATH=. python benchmarks/decode_gpu.py --json benchmarks/results/decode-h200-DATE.json
-    PYTHONPATH=. python benchmarks/decode_gpu.py --config benchmarks/configs/kimi-linear-48b.json --case 1 8192
+    PYTHONPATH=. python benchmarks/decode_gpu.py --config sidestream/assets/configs/kimi-linear-48b.json --case 1 8192
 """
 
 from __future__ import annotations

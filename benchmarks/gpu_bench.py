@@ -27,6 +27,7 @@ from benchmarks.batch import Job, run_job
 
 HERE = Path(__file__).parent
 CONFIGS = HERE / "configs"
+MODELS = HERE.parent / "sidestream" / "assets" / "configs"
 GROUPED_BY = (
     "shape",
     "kind",
@@ -54,10 +55,10 @@ class Bench:
     arguments: tuple[str, ...]
 
 
-def engine_bench(name: str, config: str, cases: str, *more: str) -> Bench:
+def engine_bench(name: str, config: Path, cases: str, *more: str) -> Bench:
     """``decode_gpu.py`` for cases such as "1x8192 32x8192"."""
     asked = [part for case in cases.split() for part in ("--case", *case.split("x"))]
-    return Bench(name, ("benchmarks/decode_gpu.py", "--config", str(CONFIGS / config), *asked, *more, "--json", "OUT"))
+    return Bench(name, ("benchmarks/decode_gpu.py", "--config", str(config), *asked, *more, "--json", "OUT"))
 
 
 def benches() -> list[Bench]:
@@ -65,16 +66,18 @@ def benches() -> list[Bench]:
     found = [Bench(name[6:-3], (f"benchmarks/kernels/{name}", "OUT")) for name in kernels]
     found.append(Bench("streams", ("benchmarks/streams_gpu.py", "--json", "OUT")))
     found.append(Bench("prefix cache", ("benchmarks/prefix_gpu.py", "--json", "OUT")))
-    a, both = "glm5-next-slice-a.json", "1x8192 32x8192"
+    a, both = CONFIGS / "glm5-next-slice-a.json", "1x8192 32x8192"
     prefills = ("--prefill", "8192", "32768")
     found.append(engine_bench("decode A", a, "1x2048 1x32768 8x8192 32x8192 64x8192", "--repeats", "5", *prefills))
     found.append(engine_bench("decode A long", a, "1x131072"))
     found.append(engine_bench("decode A piecewise", a, "32x8192", "--mode", "piecewise"))
-    found.append(engine_bench("decode B", "deepseek-v32-slice-b.json", both, "--kv-cache-dtype", "fp8_ds_mla"))
-    found.append(engine_bench("decode C", "glm-moe-dsa-slice-c.json", both))
+    found.append(
+        engine_bench("decode B", CONFIGS / "deepseek-v32-slice-b.json", both, "--kv-cache-dtype", "fp8_ds_mla")
+    )
+    found.append(engine_bench("decode C", CONFIGS / "glm-moe-dsa-slice-c.json", both))
     for mode in ("none", "piecewise", "full"):
         more = ("--mode", mode, "--max-num-batched-tokens", "2048", "--memory-limit", "97%")
-        found.append(engine_bench(f"decode Kimi-Linear 48B {mode}", "kimi-linear-48b.json", both, *more))
+        found.append(engine_bench(f"decode Kimi-Linear 48B {mode}", MODELS / "kimi-linear-48b.json", both, *more))
     return found
 
 

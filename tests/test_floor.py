@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.floor import decode_floor
 from sidestream.config.model import ModelConfig
+from sidestream.engine.bundled import known_configs
 
 CONFIGS = Path(__file__).parents[1] / "benchmarks" / "configs"
 
@@ -29,9 +30,9 @@ def test_a_token_of_one_layer_each_counted_by_hand() -> None:
     assert floor.experts == 7 * 8 * 3 * 4096 * 2048 * 2
 
 
-@pytest.mark.parametrize("name", [path.name for path in sorted(CONFIGS.glob("*.json"))])
-def test_every_benchmark_config_has_a_floor_that_grows(name: str) -> None:
-    model = ModelConfig.from_hf(CONFIGS / name)
+@pytest.mark.parametrize("path", [*known_configs().values(), *sorted(CONFIGS.glob("*.json"))], ids=lambda p: p.stem)
+def test_every_known_config_has_a_floor_that_grows(path: Path) -> None:
+    model = ModelConfig.from_hf(path)
     floors = [decode_floor(model, batch=batch, context=8192).total for batch in (1, 2, 32)]
     assert 0 < floors[0] < floors[1] < floors[2]
     assert decode_floor(model, batch=1, context=16384).total > floors[0]

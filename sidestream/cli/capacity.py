@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from sidestream.engine.bundled import bundled_model
+from sidestream.config.memory_size import parse_size
+from sidestream.engine.bundled import bundled_model, known_configs
 from sidestream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,14 +25,17 @@ With a host pool (HiSparse) KV rows need not be on the device: index keys, the s
 do. What decode then pays is the bus: rows that a step selects and the last one did not. A line above the table gives
 that time for one request at several overlaps between steps; work that the step does meanwhile hides it.
 
+Configs of published models ship under the names deepseek-v3.2, glm-5.2, glm-5.3-flash and kimi-linear-48b, as their
+makers published them, with the defaults of transformers where they say nothing. Weights are counted in `--dtype`,
+whatever a checkpoint stores.
+
 **Examples**
 
 - `sidestream capacity` counts for the checkpoint that ships with Sidestream
+- `sidestream capacity deepseek-v3.2 --devices 16 --device-memory 141GB`
 - `sidestream capacity path/to/checkpoint --context 131072 --host-memory 0`
-- `sidestream capacity config.json --device-memory 141GB --host-memory 512GiB --kv-cache-dtype mxfp8 --devices 8`
+- `sidestream capacity config.json --host-memory 1TiB --kv-cache-dtype mxfp8 --devices 8`
 """
-ANY = 1 << 62
-ZERO = re.compile(r"0+(\.0*)?\s*([kmg]i?b|b)?", re.IGNORECASE)
 DEFAULT_CONTEXT = 32768
 LEAST_DEVICE = 1 << 20
 """Bytes; a number without a unit below it was not meant as bytes."""
@@ -40,13 +43,18 @@ LEAST_DEVICE = 1 << 20
 
 def capacity(
     model: Annotated[
-        Path | None, typer.Argument(help="Folder of a checkpoint, or a config.json.", show_default="the bundled one")
+        str | None,
+        typer.Argument(
+            help="Folder of a checkpoint, a config.json, or the name of a model.", show_default="the bundled one"
+        ),
     ] = None,
     context: Annotated[
         int | None,
         typer.Option(help="Tokens of every request.", show_default=f"{DEFAULT_CONTEXT}, or the model's limit"),
     ] = None,
-    device_memory: Annotated[str, typer.Option(help="Of one device, with a unit: '141GB'.")] = "141GB",
+    device_memory: Annotated[
+        str, typer.Option("--device-memory", "--memory", help="Of one device, with a unit: '141GB'.")
+    ] = "141GB",
     host_memory: Annotated[str, typer.Option(help="Of the host pool, with a unit: '256GiB'; 0 is no pool.")] = "256GiB",
     devices: Annotated[int, typer.Option(help="Weights are split over so many; each holds all caches.")] = 1,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
@@ -59,7 +67,7 @@ def capacity(
     from sidestream.engine.capacity import CapacitySettings
     from sidestream.engine.capacity import capacity as count
 
-    config = ModelConfig.from_hf(bundled_model() if model is None else model)
+    config = ModelConfig.from_hf(bundled_model() if model is None else _config_of(model))
     settings = CapacitySettings(
         device_memory=_bytes("device_memory", device_memory, least=LEAST_DEVICE),
         host_memory=_bytes("host_memory", host_memory, least=0),
@@ -75,7 +83,7 @@ def capacity(
         sys.stdout.write(json.dumps(found.as_json(), indent=2) + "\n")
         return
     console = Console(highlight=False)
-    for line in facts(found):
+    for line in facts(found, settings):
         console.print(line, style="dim", soft_wrap=True, markup=False)
     console.print(table(found, settings))
 
@@ -83,26 +91,28 @@ def capacity(
 capacity.__doc__ = HELP
 
 
-def _bytes(name: str, text: str, *, least: int) -> int:
-    """Of '141GB'; a share would be of nothing. 0 needs no unit, where ``least`` allows it."""
-    from sidestream.config.resolved import parse_memory
+def _config_of(model: str) -> Path:
+    """The config of a folder or file, or of a model known by name."""
+    path, known = Path(model).expanduser(), known_configs()
+    if path.exists():
+        return path
+    if found := known.get(model.lower()):
+        return found
+    raise ConfigError(f"model {model!r} is no folder and no file here, and none of the names {', '.join(known)}")
 
-    knob = f"{name} (--{name.replace('_', '-')}) is {text!r}"
-    word = text.strip()
-    if "%" in word or not word[:1].isdigit() or not (word.isdigit() or word[-1:].isalpha()):
-        raise ConfigError(f"{knob}; give bytes with a unit, such as '141GB'")
-    if ZERO.fullmatch(word):
-        size = 0
-    else:
-        size = parse_memory(text, ANY, name=name)
-        if word.isdigit() and size < LEAST_DEVICE:
-            raise ConfigError(f"{knob}, which is {size} bytes; give a unit, such as '{size}GB'")
+
+def _bytes(name: str, text: str, *, least: int) -> int:
+    """Of '141GB'. A small number without a unit was not meant as bytes, unless it is 0."""
+    knob = f"{name} (--{name.replace('_', '-')})"
+    size = parse_size(text, knob=knob)
+    if text.strip().isdigit() and 0 < size < LEAST_DEVICE:
+        raise ConfigError(f"{knob} is {text!r}, which is {size} bytes; give a unit, such as '{size}GB'")
     if size < least:
-        raise ConfigError(f"{knob}, which is {size} bytes; at least {least} are needed")
+        raise ConfigError(f"{knob} is {text!r}, which is {size} bytes; at least {least} are needed")
     return size
 
 
-def facts(found: Capacity) -> list[str]:
+def facts(found: Capacity, settings: CapacitySettings) -> list[str]:
     """Sizes that the table follows from."""
     sizes = (
         f"weights {found.weights / 1e9:,.1f} GB a device; a token: {found.kv_per_token:,.0f} B of KV rows, "
@@ -112,6 +122,12 @@ def facts(found: Capacity) -> list[str]:
     if found.hosted is not None:
         sizes += f", {found.hot_per_sequence / 1e6:,.1f} MB of hot slots with a host pool"
     lines = [sizes]
+    if found.least_devices > settings.devices:
+        count = "1 device" if settings.devices == 1 else f"{settings.devices} devices"
+        lines.append(
+            f"the weights do not fit {count} of {settings.device_memory / 1e9:,.0f} GB; split over --devices "
+            f"{found.least_devices} they would"
+        )
     if found.bus_ms:
         times = ", ".join(f"{_time(ms)} if {overlap:.0%}" for overlap, ms in found.bus_ms.items())
         lines.append(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import psutil
 
 from sidestream.config.engine import EngineConfig
+from sidestream.config.memory_size import parse_memory
 from sidestream.config.model import AttentionKind, ModelConfig
 from sidestream.errors import ConfigError
 
@@ -17,10 +17,8 @@ LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("cpu", "cuda", "sim")
 CUDAGRAPH_MODES = ("none", "piecewise", "full", "full_and_piecewise")
 STREAM_POLICIES = ("external", "stream")
-DEFAULT_MEMORY_SHARE = 0.6
 SIMULATED_CAPTURE_TOKENS = 16
 """Largest batch of any mix that the simulated device captures by default: each size costs it seconds."""
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,33 +207,6 @@ def _host_memory(user: EngineConfig, model: ModelConfig) -> int:
 
 def _mla_layers(model: ModelConfig) -> tuple[int, ...]:
     return model.layers_of(AttentionKind.SPARSE_MLA, AttentionKind.DENSE_MLA)
-
-
-def parse_memory(limit: int | float | str | None, device_memory: int, *, name: str = "memory_limit") -> int:
-    """Bytes of a ``memory_limit``: "8GiB", "60%", 0.6, 8589934592; None is the default share."""
-    if limit is None:
-        limit = DEFAULT_MEMORY_SHARE
-    if isinstance(limit, str):
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%|[a-zA-Z]*)\s*", limit)
-        unit = match.group(2).lower() if match else ""
-        if match is None or (unit != "%" and unit not in _UNITS):
-            raise ConfigError(f"{name} {limit!r} is neither bytes ('8GiB', '500MB') nor a share ('60%', 0.6)")
-        number = float(match.group(1))
-        if unit == "%":
-            limit = number / 100
-        elif not unit and "." in match.group(1):
-            limit = number
-        else:
-            limit = int(min(number * _UNITS[unit], 2.0**62))
-    if isinstance(limit, bool) or not isinstance(limit, int | float):
-        raise ConfigError(f"{name} must be bytes or a share, got {limit!r}")
-    if isinstance(limit, float):
-        if not 0 < limit <= 1:
-            raise ConfigError(f"{name} {limit} as a share must be above 0 and at most 1")
-        return int(limit * device_memory)
-    if not 0 < limit <= device_memory:
-        raise ConfigError(f"{name} {limit} bytes is not between 1 and the device's {device_memory} bytes")
-    return limit
 
 
 def resolve_cudagraph_mode(asked: object, device: str) -> str:

@@ -65,6 +65,7 @@ class Capacity:
 
     Attributes:
         weights: bytes a device.
+        least_devices: over which the weights must be split to leave any memory; 0 if no number is enough.
         kv_per_token, index_keys_per_token: on the device, over all layers.
         state_per_sequence, hot_per_sequence: of linear attention and unfinished index pools; of hot slots.
         resident, hosted: None for ``hosted`` without a host pool, and where a layer reads its whole context.
@@ -72,6 +73,7 @@ class Capacity:
     """
 
     weights: int
+    least_devices: int
     kv_per_token: float
     index_keys_per_token: float
     state_per_sequence: int
@@ -124,7 +126,9 @@ def capacity(model: ModelConfig, settings: CapacitySettings) -> Capacity:
         row_dtype=layout.dtype,
         model_dtype=dtype,
     )
-    weights = -(-weight_bytes(config, dtype) // settings.devices)
+    all_weights = weight_bytes(config, dtype)
+    weights = -(-all_weights // settings.devices)
+    room = settings.device_memory - WORKING_BYTES
     kv = groups.kv.bytes_per_block / settings.block_size
     keys = groups.bytes_per_block / settings.block_size - kv
     sparse = not model.layers_of(AttentionKind.DENSE_MLA) and model.indexer is not None
@@ -132,7 +136,7 @@ def capacity(model: ModelConfig, settings: CapacitySettings) -> Capacity:
     topk = min(model.indexer.topk, settings.context) if model.indexer is not None else 0
     slots = min(settings.hot_factor * topk, settings.context)
     hot = slots * kv if pooled else 0
-    free = settings.device_memory - WORKING_BYTES - weights
+    free = room - weights
     state = groups.bytes_per_slot
     resident = _fit(free, settings.context, a_sequence=state, a_token=kv + keys)
     hosted = None
@@ -146,6 +150,7 @@ def capacity(model: ModelConfig, settings: CapacitySettings) -> Capacity:
         hosted = min(on_device, in_host, key=lambda fit: fit.requests)
     return Capacity(
         weights=weights,
+        least_devices=all_weights // room + 1 if room > 0 else 0,
         kv_per_token=kv,
         index_keys_per_token=keys,
         state_per_sequence=state,

@@ -16,7 +16,7 @@ from sidestream.cli.main import app
 from sidestream.config.engine import EngineConfig
 from sidestream.config.model import ModelConfig
 from sidestream.config.resolved import resolve
-from sidestream.engine.bundled import bundled_model
+from sidestream.engine.bundled import bundled_model, known_configs
 from sidestream.engine.capacity import GIB, CapacitySettings, capacity
 from sidestream.engine.hosting import hosted_sizes
 from sidestream.errors import ConfigError
@@ -26,7 +26,7 @@ CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 
 def test_deepseek_v32_by_hand() -> None:
     """61 layers of 512 + 64 values in bf16; each with index keys of 128; 2,048 selected."""
-    model = ModelConfig.from_hf(CONFIGS / "deepseek-v3.2.json")
+    model = ModelConfig.from_hf(known_configs()["deepseek-v3.2"])
     found = capacity(model, CapacitySettings(context=65536, devices=16, host_memory=40 * GIB))
     assert found.kv_per_token == 61 * 576 * 2
     assert found.index_keys_per_token == 61 * 128 * 2
@@ -61,12 +61,17 @@ def test_rows_of_fewer_bytes_let_more_fit() -> None:
 
 
 def test_weights_that_do_not_fit_are_named() -> None:
-    found = capacity(ModelConfig.from_hf(CONFIGS / "deepseek-v3.2.json"), CapacitySettings())
+    model = ModelConfig.from_hf(known_configs()["deepseek-v3.2"])
+    found = capacity(model, CapacitySettings())
     assert (found.resident.requests, found.resident.limit) == (0, "weights, and 6 GiB to work with")
+    least = found.least_devices
+    fits = [capacity(model, CapacitySettings(context=1, devices=n)).resident.requests > 0 for n in (least - 1, least)]
+    assert fits == [False, True]
+    assert capacity(model, CapacitySettings(device_memory=6 * GIB)).least_devices == 0
 
 
 def test_a_model_without_cold_rows() -> None:
-    found = capacity(ModelConfig.from_hf(CONFIGS / "kimi-linear-48b.json"), CapacitySettings())
+    found = capacity(ModelConfig.from_hf(known_configs()["kimi-linear-48b"]), CapacitySettings())
     assert found.hosted is None
     assert found.bus_ms == {}
     assert found.resident.requests > 0
@@ -121,6 +126,34 @@ def test_without_a_model_it_counts_for_the_bundled_one() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5.2", "glm-5.3-flash", "kimi-linear-48b", "DeepSeek-V3.2"])
+def test_published_models_are_known_by_name(name: str) -> None:
+    runner = CliRunner()
+    found = json.loads(runner.invoke(app, ["capacity", name, "--memory", "141GiB", "--json"]).output)
+    model = ModelConfig.from_hf(known_configs()[name.lower()])
+    assert found["weights"] == capacity(model, CapacitySettings(device_memory=141 * GIB)).weights > 90e9
+    assert name.lower() in runner.invoke(app, ["capacity", "--help"]).output
+
+
+def test_weights_that_do_not_fit_say_over_how_many_devices_they_would() -> None:
+    shown = CliRunner().invoke(app, ["capacity", "deepseek-v3.2"], env={"COLUMNS": "140"}).output
+    assert "the weights do not fit 1 device of 141 GB; split over --devices 10 they would" in shown
+    shown = CliRunner().invoke(app, ["capacity", "deepseek-v3.2", "--devices", "10"], env={"COLUMNS": "140"}).output
+    assert "do not fit" not in shown
+
+
+def test_a_path_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "glm-5.2").symlink_to(bundled_model())
+    monkeypatch.chdir(tmp_path)
+    found = json.loads(CliRunner().invoke(app, ["capacity", "glm-5.2", "--json"]).output)
+    assert found == json.loads(CliRunner().invoke(app, ["capacity", "--json"]).output)
+    error = CliRunner().invoke(app, ["capacity", "glm-5"]).exception
+    assert str(error) == (
+        "model 'glm-5' is no folder and no file here, and none of the names deepseek-v3.2, glm-5.2, glm-5.3-flash, "
+        "kimi-linear-48b"
+    )
+
+
 def test_what_it_promises_an_engine_of_that_size_takes() -> None:
     """Every part that the engine sizes for so many requests, against the same device."""
     model = ModelConfig.from_hf(CONFIGS / "glm5-next-slice-a.json")
@@ -154,13 +187,15 @@ def test_what_it_promises_an_engine_of_that_size_takes() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--device-memory", "60%", "device_memory (--device-memory) is '60%'; give bytes with a unit"),
+        ("--device-memory", "60%", "device_memory (--device-memory) is '60%'; give bytes ('8589934592'), or a number"),
+        ("--device-memory", "80G", "device_memory (--device-memory) is '80G'; give bytes"),
+        ("--memory", "80", "device_memory (--device-memory) is '80', which is 80 bytes; give a unit, such as '80GB'"),
         ("--device-memory", "80", "is '80', which is 80 bytes; give a unit, such as '80GB'"),
         ("--device-memory", "0", "is '0', which is 0 bytes; at least 1048576 are needed"),
         ("--device-memory", "80KB", "is '80KB', which is 80000 bytes; at least 1048576 are needed"),
         ("--host-memory", "64", "host_memory (--host-memory) is '64', which is 64 bytes; give a unit"),
-        ("--host-memory", "0.5", "host_memory (--host-memory) is '0.5'; give bytes with a unit"),
-        ("--host-memory", "-1GB", "host_memory (--host-memory) is '-1GB'; give bytes with a unit"),
+        ("--host-memory", "0.5", "host_memory (--host-memory) is '0.5'; give bytes"),
+        ("--host-memory", "-1GB", "host_memory (--host-memory) is '-1GB'; give bytes"),
         ("--dtype", "auto", "dtype is 'auto', allowed are"),
     ],
 )

@@ -106,7 +106,7 @@ def test_bad_files_are_refused_in_one_line(folder: Path, tmp_path: Path, line: s
         ([], "exactly one of"),
         (["hello", "--temperature", "-1"], "temperature is -1.0"),
         (["-i", "missing.jsonl"], "cannot read missing.jsonl"),
-        (["hello", "--memory-limit", "lots"], "memory_limit 'lots'"),
+        (["hello", "--memory-limit", "lots"], "memory_limit is 'lots'"),
         (["hello", "--dtype", "int8"], "dtype is 'int8'"),
     ],
 )

@@ -12,10 +12,11 @@ from transformers import DeepseekV32Config, Glm5NextConfig, GlmMoeDsaConfig, Kim
 from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
 
 from sidestream.config.model import Architecture, AttentionKind, Fp8BlockConfig, IndexerKind, MlpKind, ModelConfig
+from sidestream.engine.bundled import known_configs
 from sidestream.errors import ConfigError
 from tests.tiny_models import ARCHITECTURES, VARIANTS, build_oracle, tiny_config
 
-DATA = Path(__file__).parents[2] / "benchmarks" / "configs"
+SLICES = Path(__file__).parents[2] / "benchmarks" / "configs"
 CLASSES: dict[str, type[PreTrainedConfig]] = {
     "glm5_next": Glm5NextConfig,
     "glm5_next_text": Glm5NextTextConfig,
@@ -97,7 +98,9 @@ def assert_equal(config: ModelConfig, oracle: PreTrainedConfig) -> None:
         assert (hc.mult, hc.eps, hc.sinkhorn_iters) == (text.hc_mult, text.hc_eps, text.hc_sinkhorn_iters)
 
 
-@pytest.mark.parametrize("path", sorted(DATA.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [*known_configs().values(), *sorted(SLICES.glob("*.json"))], ids=lambda path: path.stem
+)
 def test_real_configs_read_as_transformers_reads_them(path: Path) -> None:
     values = json.loads(path.read_text())
     config = ModelConfig.from_hf(path)
@@ -107,8 +110,8 @@ def test_real_configs_read_as_transformers_reads_them(path: Path) -> None:
     assert config.dtype == values.get("dtype")
 
 
-def test_the_data_holds_every_architecture() -> None:
-    found = {ModelConfig.from_hf(path).architecture for path in DATA.glob("*.json")}
+def test_configs_of_every_architecture_ship() -> None:
+    found = {ModelConfig.from_hf(path).architecture for path in known_configs().values()}
     assert found == set(Architecture)
 
 
@@ -373,7 +376,7 @@ def test_unreadable_sources_are_named(tmp_path: Path) -> None:
 
 def test_keys_stated_on_both_levels_are_read_on_both() -> None:
     """Multimodal configs repeat dtype and token ids outside ``text_config``; neither copy is unknown."""
-    config = json.loads((DATA / "glm-5.3-flash.json").read_text())
+    config = json.loads(known_configs()["glm-5.3-flash"].read_text())
     for level in (config, config["text_config"]):
         level |= {"dtype": "bfloat16", "bos_token_id": 3, "pad_token_id": 4, "eos_token_id": [5, 6]}
     read = ModelConfig.from_hf(config)
@@ -392,13 +395,13 @@ def test_keys_stated_on_both_levels_are_read_on_both() -> None:
     ],
 )
 def test_values_beyond_any_real_model_are_refused(key: str, value: int, message: str) -> None:
-    config = json.loads((DATA / "glm-5.3-flash.json").read_text())
+    config = json.loads(known_configs()["glm-5.3-flash"].read_text())
     config["text_config"][key] = value
     with pytest.raises(ConfigError, match=message):
         ModelConfig.from_hf(config)
 
 
 def test_end_of_sequence_ids_beyond_the_vocabulary_are_left_out() -> None:
-    config = json.loads((DATA / "kimi-linear-48b.json").read_text()) | {"vocab_size": 300}
+    config = json.loads(known_configs()["kimi-linear-48b"].read_text()) | {"vocab_size": 300}
     assert ModelConfig.from_hf(config).eos_token_ids == ()
     assert ModelConfig.from_hf(config | {"eos_token_id": [4, 300, 5]}).eos_token_ids == (4, 5)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from sidestream.config.resolved import DEFAULT_MEMORY_SHARE
+from sidestream.config.memory_size import DEFAULT_SHARE
 from sidestream.engine.doctor import bandwidth, break_cost, crossing, defaults, machine
 from sidestream.engine.doctor.diagnose import costs, diagnose, report_on
 from sidestream.engine.doctor.report import DeviceChoice, Finding, Probe, Report, Row, Status, ask_all
@@ -275,7 +275,7 @@ def test_copies_over_the_bus_are_ordered(copy: Callable[[Target], Finding], monk
 
 def test_defaults_on_a_cpu(cpu_report: Report) -> None:
     found = {name: row(cpu_report, "engine", name).finding for name in ROWS["engine"]}
-    budget = round(DEFAULT_MEMORY_SHARE * psutil.virtual_memory().total / 2**30, 2)
+    budget = round(DEFAULT_SHARE * psutil.virtual_memory().total / 2**30, 2)
     assert {name: one.value for name, one in found.items()} == {
         "device": "cpu",
         "dtype": "float32",

@@ -18,6 +18,7 @@ import torch
 from dataclasses import replace
 from pathlib import Path
 from sidestream.config.model import Fp8BlockConfig, ModelConfig
+from sidestream.engine.bundled import known_configs
 from sidestream.weights import SafetensorsSource
 
 def status(key):
@@ -54,7 +55,7 @@ def test_peak_memory_stays_near_the_loaded_form(tmp_path: Path) -> None:
         "fp8.weight_scale_inv": torch.ones(32, 64),
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    config = Path(__file__).parents[2] / "benchmarks" / "configs" / "glm-5.2.json"
+    config = known_configs()["glm-5.2"]
     command = [sys.executable, "-W", "error", "-c", _CHILD, str(tmp_path), str(config)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr

@@ -9,8 +9,9 @@ import psutil
 import torch
 
 from sidestream.config.engine import EngineConfig
+from sidestream.config.memory_size import DEFAULT_SHARE
 from sidestream.config.model import ModelConfig
-from sidestream.config.resolved import DEFAULT_MEMORY_SHARE, ResolvedConfig, resolve
+from sidestream.config.resolved import ResolvedConfig, resolve
 from sidestream.engine.doctor.machine import GIB
 from sidestream.engine.doctor.report import Finding, Probe
 from sidestream.engine.doctor.target import Target
@@ -68,7 +69,7 @@ def memory_budget(target: Target) -> Finding:
     budget = _resolved(target).memory_budget
     whole = "the GPU's memory" if target.on_gpu else "the host's memory"
     what = "everything in use on it" if target.on_gpu else "weights and caches together"
-    reason = f"{DEFAULT_MEMORY_SHARE:.0%} of {whole}, for {what}; memory_limit moves it"
+    reason = f"{DEFAULT_SHARE:.0%} of {whole}, for {what}; memory_limit moves it"
     return Finding(round(budget / GIB, 2), reason, "GiB")
 
 

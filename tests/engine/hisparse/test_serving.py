@@ -144,7 +144,7 @@ def test_a_device_without_room_to_work_in_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"hisparse_host_memory": "lots"}, "hisparse_host_memory 'lots' is neither bytes"),
+        ({"hisparse_host_memory": "lots"}, "hisparse_host_memory is 'lots'; give bytes"),
         ({"hisparse_host_memory": 10}, "a host pool of 10 bytes holds no KV block"),
         ({"hisparse_host_memory": "1MiB", "hisparse_hot_factor": 0}, "hisparse_hot_factor must be a positive integer"),
     ],
