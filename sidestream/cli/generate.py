@@ -41,6 +41,7 @@ from sidestream.cli.engine_options import (
     StreamPolicy,
 )
 from sidestream.cli.prompt_lines import PROMPT_KEYS, SAMPLING_KEYS, read_prompts, with_overrides
+from sidestream.cli.standard_streams import read_stdin
 from sidestream.config.engine import DEFAULT_BLOCK_SIZE, DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
 from sidestream.core.outputs import Logprob, RequestOutput
 from sidestream.core.sampling_params import SamplingParams
@@ -217,7 +218,7 @@ def _entries(prompt: str | None, input_file: Path | None, *, demo: bool, chat: b
         return read_prompts(bundled_model().parent / "prompts.jsonl")
     if input_file is not None:
         return read_prompts(input_file)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = read_stdin() if prompt == "-" else prompt
     return [{"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +9,8 @@ import typer
 
 from sidestream.cli.engine_options import ENGINE, Dtype, KvCacheDtype, LoadFormat, MemoryLimit
 from sidestream.cli.prompt_lines import read_prompts
+from sidestream.cli.report_file import check_place
+from sidestream.cli.standard_streams import read_stdin
 from sidestream.engine.bundled import bundled_model
 from sidestream.errors import CheckpointError, RequestError
 
@@ -67,6 +68,8 @@ def inspect(
     if not folder.is_dir():
         raise CheckpointError(f"model {str(folder)!r} is not a folder; give the folder of a hub checkpoint")
     trace = trace_file or output.with_suffix(".trace.json")
+    check_place(output)
+    check_place(trace)
     inspection = inspect_request(
         folder,
         _prompt(prompt, prompt_file),
@@ -90,7 +93,7 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
         shipped = read_prompts(bundled_model().parent / "prompts.jsonl")
         return next(str(entry["prompt"]) for entry in shipped if entry["kind"] == "retrieval")
     if prompt_file is None:
-        return sys.stdin.read() if prompt == "-" else str(prompt)
+        return read_stdin() if prompt == "-" else str(prompt)
     try:
         return prompt_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

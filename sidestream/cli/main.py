@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from contextlib import suppress
 
 import typer
 from rich.console import Console
@@ -17,6 +17,7 @@ from sidestream.cli.generate import generate
 from sidestream.cli.help_page import HelpCommand, HelpGroup
 from sidestream.cli.inspect import inspect
 from sidestream.cli.serve import serve
+from sidestream.cli.standard_streams import complain, fill_closed, let_go, reason
 from sidestream.cli.verify import verify
 from sidestream.errors import SidestreamError
 
@@ -55,19 +56,25 @@ def _root(
 
 def main() -> None:
     """Entry point: a known error is one line on stderr and exit code 2, not a traceback."""
+    fill_closed()
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except BrokenPipeError:  # whoever read our output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
-        print(f"cannot write the output: {error}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        complain(f"cannot {'write the output' if error.filename is None else 'use a file'}: {reason(error)}")
         sys.exit(1)
     except SidestreamError as error:
-        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: ", end="", highlight=False)
-        print(error, file=sys.stderr)
+        with suppress(OSError):
+            Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: ", end="", highlight=False)
+        complain(str(error))
         sys.exit(2)
+    finally:
+        let_go(sys.stdout)
+        let_go(sys.stderr)
 
 
 if __name__ == "__main__":

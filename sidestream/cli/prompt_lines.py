@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from sidestream.cli.standard_streams import read_stdin
 from sidestream.core.sampling_params import SamplingParams
 from sidestream.errors import RequestError
 
@@ -26,7 +26,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
         RequestError: naming the line and what is wrong with it.
     """
     try:
-        lines = (sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig")).split("\n")
+        lines = (read_stdin() if str(path) == "-" else path.read_text(encoding="utf-8-sig")).split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot read {path}: {error}") from error
     entries = []

@@ -20,6 +20,7 @@ from sidestream.cli.inspect_page import png, size
 from sidestream.cli.main import app
 from sidestream.engine.inspection.selection import Selection
 from sidestream.engine.inspection.timeline import lanes_of
+from sidestream.errors import ConfigError
 
 PROMPT = "Notes: " + " ".join(f"The code of {name} is {4000 + i}." for i, name in enumerate("abcdefghijklmnop"))
 PROMPT += "\nQuestion: Which code belongs to c?\nAnswer:"
@@ -224,3 +225,12 @@ def test_the_page_works_in_a_browser(output: Path, data: dict[str, Any]) -> None
         assert chosen == [f"token {i}" for i in data["groups"][1]["chosen"][title.split()[1]]]
         browser.close()
     assert troubles == []
+
+
+@pytest.mark.parametrize("option", ["--output", "--trace"])
+def test_a_place_that_cannot_be_written_is_refused_before_anything_runs(option: str, tmp_path: Path) -> None:
+    place = tmp_path / "missing" / "page.html"
+    result = CliRunner().invoke(app, ["inspect", "--output", str(tmp_path / "page.html"), option, str(place)])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception).startswith(f"cannot write the report {place}: ")
+    assert list(tmp_path.iterdir()) == []
