@@ -78,7 +78,7 @@ def experts(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _expert_of(slot: tl.tensor, ids: tl.tensor, num_experts: int, TOP_K: tl.constexpr) -> tl.tensor:
+def _expert_of(slot: tl.tensor, ids: tl.tensor, num_experts: tl.tensor, TOP_K: tl.constexpr) -> tl.tensor:
     """The token's chosen experts, -1 for none, then the shared ones; int64, since it numbers weights beyond 2 ** 31
     bytes."""
     chosen = tl.load(ids + slot, mask=slot < TOP_K, other=0).to(tl.int64)
@@ -91,8 +91,8 @@ def _gate_up_one(
     w13: tl.tensor,
     ids: tl.tensor,
     hidden: tl.tensor,
-    num_experts: int,
-    x_stride: int,
+    num_experts: tl.tensor,
+    x_stride: tl.tensor,
     limit: float,
     TOP_K: tl.constexpr,
     H: tl.constexpr,
@@ -134,7 +134,7 @@ def _down_weights(
     ids: tl.tensor,
     column: tl.tensor,
     k: tl.tensor,
-    num_experts: int,
+    num_experts: tl.tensor,
     TOP_K: tl.constexpr,
     H: tl.constexpr,
     INNER: tl.constexpr,
@@ -171,7 +171,7 @@ def _down_one(
     ids: tl.tensor,
     weights: tl.tensor,
     out: tl.tensor,
-    num_experts: int,
+    num_experts: tl.tensor,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
     H: tl.constexpr,

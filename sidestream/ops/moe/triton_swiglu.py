@@ -43,9 +43,9 @@ def clamped_swiglu(gate: tl.tensor, up: tl.tensor, limit: float, LIMITED: tl.con
 def _swiglu(
     gate_up: tl.tensor,
     out: tl.tensor,
-    inner: int,
-    row_stride: int,
-    column_stride: int,
+    inner: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
     limit: float,
     LIMITED: tl.constexpr,
     BLOCK: tl.constexpr,
