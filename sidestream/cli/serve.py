@@ -23,6 +23,7 @@ from sidestream.cli.engine_options import (
     KvCacheDtype,
     LoadFormat,
     MaxCaptureTokens,
+    MaxFormSeconds,
     MaxModelLen,
     MaxNumBatchedTokens,
     MaxNumSeqs,
@@ -37,11 +38,13 @@ from sidestream.cli.engine_options import (
 )
 from sidestream.config.engine import (
     DEFAULT_BLOCK_SIZE,
+    DEFAULT_MAX_FORM_SECONDS,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
     EngineConfig,
 )
 from sidestream.config.model import ModelConfig
+from sidestream.config.resolved import check
 from sidestream.engine.bundled import bundled_model
 from sidestream.errors import CheckpointError, ConfigError
 from sidestream.server.settings import (
@@ -148,6 +151,7 @@ def serve(
     hisparse_hot_factor: HisparseHotFactor = 2,
     hisparse_watermark: HisparseWatermark = 0.125,
     hisparse_staged_tokens: HisparseStagedTokens = None,
+    max_form_seconds: MaxFormSeconds = DEFAULT_MAX_FORM_SECONDS,
 ) -> None:
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise ConfigError(
@@ -160,7 +164,7 @@ def serve(
     folder = bundled_model() if model is None else model.expanduser()
     if not folder.is_dir():
         raise CheckpointError(f"model {str(folder)!r} is not a folder; give the folder of a hub checkpoint")
-    ModelConfig.from_hf(folder)  # what can be refused before an engine is started is refused
+    config = ModelConfig.from_hf(folder)
     engine = EngineConfig(
         device=device,
         dtype=dtype,
@@ -185,7 +189,9 @@ def serve(
         hisparse_hot_factor=hisparse_hot_factor,
         hisparse_watermark=hisparse_watermark,
         hisparse_staged_tokens=hisparse_staged_tokens,
+        max_form_seconds=max_form_seconds,
     )
+    check(engine, config)  # what can be refused before the port is taken and an engine started is refused
     settings = ServerSettings(
         folder=folder,
         model_name=served_model_name or folder.resolve().name,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from sidestream.config.engine import EngineConfig
-from sidestream.config.memory_size import parse_memory
+from sidestream.config.engine import DEFAULT_MAX_FORM_SECONDS, EngineConfig
+from sidestream.config.memory_size import MOST, parse_memory
 from sidestream.config.model import AttentionKind, ModelConfig
 from sidestream.errors import ConfigError
 
@@ -37,6 +37,7 @@ class ResolvedConfig:
         hot_factor: hot slots of a sequence in multiples of ``index_topk``.
         watermark: share of the device's blocks that is kept free with a host pool.
         staged_tokens: of context behind the prefills of one step; None is two of the longest sequences.
+        max_form_seconds: for the form of a structured output to be compiled and tried.
         rollback: tokens that a sequence may take back (0 without speculation).
     """
 
@@ -65,6 +66,7 @@ class ResolvedConfig:
     hot_factor: int = 2
     watermark: float = 0.125
     staged_tokens: int | None = None
+    max_form_seconds: float = DEFAULT_MAX_FORM_SECONDS
     rollback: int = 0
 
     @property
@@ -131,6 +133,9 @@ def resolve(user: EngineConfig, model: ModelConfig, *, cuda_available: bool, dev
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+    seconds = user.max_form_seconds
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.001 <= seconds <= 86400:
+        raise ConfigError(f"max_form_seconds must be a number from 0.001 to 86400 (a day), got {seconds!r}")
     if isinstance(user.seed, bool) or not isinstance(user.seed, int):
         raise ConfigError(f"seed must be an integer, got {user.seed!r}")
     if user.max_num_batched_tokens < user.max_num_seqs:
@@ -175,7 +180,18 @@ def resolve(user: EngineConfig, model: ModelConfig, *, cuda_available: bool, dev
         hot_factor=user.hisparse_hot_factor,
         watermark=user.hisparse_watermark,
         staged_tokens=user.hisparse_staged_tokens,
+        max_form_seconds=float(seconds),
     )
+
+
+def check(user: EngineConfig, model: ModelConfig) -> None:
+    """Refuse what ``resolve`` would refuse on every machine, without knowing this one's GPU.
+
+    Raises:
+        ConfigError: as ``resolve`` does.
+    """
+    there = int(psutil.virtual_memory().total) if user.device in ("cpu", "sim") else MOST
+    resolve(user, model, cuda_available=True, device_memory=there)
 
 
 def _host_memory(user: EngineConfig, model: ModelConfig) -> int:

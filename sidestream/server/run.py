@@ -192,7 +192,9 @@ def _bind(settings: ServerSettings) -> socket.socket:
         bound.bind((settings.host, settings.port))
     except OSError as error:
         bound.close()
-        raise ConfigError(f"cannot listen on {settings.host} port {settings.port}: {error}") from error
+        where = f"{settings.host} port {settings.port}"
+        knob = "give another --host or --port (0 takes a free port)"
+        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}; {knob}") from error
     return bound
 
 

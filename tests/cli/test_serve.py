@@ -57,7 +57,15 @@ def test_what_needs_no_engine_is_checked_without_one(copy: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for options, says in (
-            (("--port", port), f"ConfigError: cannot listen on 127.0.0.1 port {port}: "),
+            (("--port", port, "--max-num-seqs", "0"), "ConfigError: max_num_seqs must be a positive integer, got 0"),
+            (("--port", port, "--memory-limit", "9PB"), "ConfigError: memory_limit is '9PB'; give bytes"),
+            (("--port", port, "--memory-limit", "9TB"), "ConfigError: memory_limit is '9TB', which is 9000000000000 "),
+            (("--port", port, "--drain-seconds", "-1"), "ConfigError: drain_seconds is -1, at least 0 is needed"),
+            (("--port", port, str(copy)), f"ConfigError: {copy}/config.json: is not JSON"),
+            (
+                ("--port", port),
+                f"ConfigError: cannot listen on 127.0.0.1 port {port}: Address already in use; give another",
+            ),
             (("--host", "no such host"), "ConfigError: cannot listen on no such host port 0: "),
             ((str(copy / "missing"),), "CheckpointError: model "),
             ((str(copy),), f"ConfigError: {copy}/config.json: is not JSON"),

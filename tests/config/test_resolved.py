@@ -10,7 +10,7 @@ import pytest
 
 from sidestream.config.engine import EngineConfig
 from sidestream.config.model import ModelConfig
-from sidestream.config.resolved import resolve
+from sidestream.config.resolved import check, resolve
 from sidestream.errors import ConfigError
 from tests.tiny_models import tiny_config
 
@@ -74,3 +74,16 @@ def test_defaults_follow_machine_and_model() -> None:
     ):
         model = replace(NEXT, dtype=named)
         assert resolve(EngineConfig(), model, cuda_available=True, device_memory=GIB).dtype == chosen
+
+
+def test_what_no_machine_takes_is_refused_without_one() -> None:
+    for settings, message in (
+        ({"block_size": 6}, "block_size 6 is not a multiple"),
+        ({"memory_limit": "lots"}, "memory_limit is 'lots'"),
+        ({"memory_limit": "9000TB", "device": "cpu"}, "memory_limit is '9000TB', which is"),
+        ({"cudagraph_mode": "full", "device": "cpu"}, "cudagraph_mode is 'full', but device is 'cpu'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check(EngineConfig(**settings), NEXT)
+    for settings in ({"cudagraph_mode": "full"}, {"device": "cuda"}, {"memory_limit": "9000TB"}, {"device": "sim"}):
+        check(EngineConfig(**settings), NEXT)
