@@ -150,18 +150,29 @@ class PrefixCache:
             reason = CacheReason.SHORT
         return Hit(place * self.blocks.block_size, tuple(blocks[:place]), snapshot, found, reason)
 
-    def worth_waiting(self, sequence: CachedSequence, hit: Hit, num_known: int) -> bool:
-        """A running sequence will compute more of its prefix, and leave what it takes to continue there."""
+    def worth_waiting(self, sequence: CachedSequence, hit: Hit, num_known: int) -> PrefixNode | None:
+        """The last block of its prefix that a running sequence will compute, and leave what it takes to continue there;
+        None if there is none."""
         size = self.blocks.block_size
+        last = None
         for node in sequence.path[hit.num_tokens // size : (num_known - 1) // size]:
-            producer = node.producer
-            coming = producer is not None and producer.active and producer.num_computed < node.depth * size
-            if producer is None or not coming:
-                if node.block is None:
-                    return False
-            elif node.block is None if self.snapshots is None else self._wants(producer, node):
-                return True
-        return False
+            if self.is_coming(node):
+                last = node
+            elif node.block is None and not self._computes(node):
+                break
+        return last
+
+    def is_coming(self, node: PrefixNode) -> bool:
+        """A running sequence will compute a block, and leave what it takes to continue there."""
+        producer = self._computes(node)
+        if producer is None:
+            return False
+        return node.block is None if self.snapshots is None else self._wants(producer, node)
+
+    def _computes(self, node: PrefixNode) -> Producer | None:
+        """Who runs and has a block before it."""
+        producer, end = node.producer, node.depth * self.blocks.block_size
+        return producer if producer is not None and producer.active and producer.num_computed < end else None
 
     def claim(self, sequence: CachedSequence, hit: Hit, num_known: int) -> None:
         """It is about to compute what it does not take over, so that others may wait for that."""

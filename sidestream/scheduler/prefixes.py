@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Listing
-from itertools import islice
 
 from sidestream.cache.block_pool import BlockPool
 from sidestream.cache.prefix_cache import Hit, PrefixCache
 from sidestream.cache.prefix_stats import PrefixStats
+from sidestream.cache.prefix_tree import PrefixNode
 from sidestream.core.batch import Admission, SlotCopy, Split
 from sidestream.core.outputs import CacheReason
 from sidestream.scheduler.config import SchedulerConfig
 from sidestream.scheduler.sequence import NO_HIT, Sequence
-
-MAX_PASSED_OVER = 32
-"""Waiting sequences, beyond the free seats, that a step looks at."""
+from sidestream.scheduler.waiting_line import WaitingLine
 
 
 class Prefixes:
@@ -23,6 +21,7 @@ class Prefixes:
 
     Attributes:
         blocks: None where no layer keeps blocks.
+        waiting: who is not admitted yet.
     """
 
     def __init__(self, config: SchedulerConfig, stats: PrefixStats) -> None:
@@ -30,6 +29,7 @@ class Prefixes:
         self._stats = stats
         self._cache: PrefixCache | None = None
         self.blocks: BlockPool | None = None
+        self.waiting = WaitingLine(block_size=config.block_size, patience=config.shared_prefix_wait, stats=stats)
         if config.prefix_caching:
             self._cache = PrefixCache(
                 config.num_blocks,
@@ -57,44 +57,56 @@ class Prefixes:
         if self._cache is not None:
             self._cache.withdraw([sequence.prefix for sequence in others if sequence.prefix is not None])
 
-    def candidates(self, waiting: Iterable[Sequence], seats: int) -> list[Sequence]:
-        """The waiting sequences for which there are seats, in order, but for those that better wait for a prefix."""
-        found: list[Sequence] = []
-        for sequence in islice(waiting, seats + MAX_PASSED_OVER if seats else 0):
-            if len(found) == seats or sequence.num_in_flight:
+    def candidates(self, seats: int) -> list[Sequence]:
+        """Take the waiting sequences for which there are seats out of the line, in order, but for those that better
+        wait for a prefix.
+
+        Whoever is looked at in vain waits apart from then on, until what it waits for has changed. So there are no
+        more looks in all than sequences that come, groups that wake, and candidates.
+        """
+        line, found = self.waiting, list[Sequence]()
+        if seats:
+            line.next_turn()
+        while len(found) < seats and (sequence := line.first()) is not None:
+            if sequence.num_in_flight:
                 break  # preempted with its last token still unknown; that comes with the next commit
-            if self._prepare(sequence):
+            node = line.awaited(sequence)
+            if node is None or self._cache is None or not self._cache.is_coming(node):
+                node = self._prepare(sequence)
+            if node is not None:
+                line.park(sequence, node)
+            else:
+                line.remove(sequence)
                 found.append(sequence)
         return found
 
-    def _prepare(self, sequence: Sequence) -> bool:
-        """Look up what a waiting sequence could take over; False if it should rather wait for one that runs."""
+    def _prepare(self, sequence: Sequence) -> PrefixNode | None:
+        """Look up what a waiting sequence could take over, or the block that it should rather wait for."""
         cache, prefix = self._cache, sequence.prefix
         if cache is None or prefix is None:
-            return True
-        known = sequence.prefill_target
+            return None
+        known, patience = sequence.prefill_target, self._config.shared_prefix_wait
         sequence.hit = found = cache.find(prefix, known)
         if sequence.request.params.prompt_logprobs is not None:
             sequence.hit = Hit(num_found=found.num_found, reason=CacheReason.PROMPT_LOGPROBS)
-        elif sequence.waited <= self._config.shared_prefix_wait and cache.worth_waiting(prefix, found, known):
-            if sequence.waited < self._config.shared_prefix_wait:
-                self._stats.waited += sequence.waited == 0
-                self._stats.wait_steps += 1
-                sequence.waited += 1
+        elif sequence.waited <= patience and (node := cache.worth_waiting(prefix, found, known)) is not None:
+            if sequence.waited < patience:
                 sequence.hit = NO_HIT
-                return False
+                return node
             sequence.waited += 1
             self._stats.gave_up += 1
         cache.claim(prefix, sequence.hit, known)
-        return True
+        return None
 
     def dismiss(self, candidates: Iterable[Sequence]) -> None:
-        """These are not admitted in this step after all: nobody may wait for them."""
+        """Those that were not admitted in this step wait on. Who waits for them does so too: they are next."""
         for sequence in candidates:
-            if sequence.prefix is not None and not sequence.running:
-                sequence.prefix.active = False
-                sequence.prefix.num_computed = 0
+            if not sequence.running:
+                self.waiting.add(sequence)
                 sequence.hit = NO_HIT
+                if sequence.prefix is not None:
+                    sequence.prefix.active = False
+                    sequence.prefix.num_computed = 0
 
     def holds(self, sequence: Sequence) -> bool:
         """What was found for a candidate is still there."""
@@ -111,6 +123,7 @@ class Prefixes:
             sequence.block_ids = hit.blocks
             sequence.num_computed = hit.num_tokens
             sequence.restore_from = hit.snapshot
+            self.waiting.wake(sequence.prefix, hit.num_tokens)
             stats.requests += 1
             stats.hits += hit.num_tokens > 0
             stats.known_tokens += sequence.prefill_target
@@ -148,6 +161,7 @@ class Prefixes:
             return (), []
         end = sequence.num_computed
         splits = self._cache.computed(sequence.prefix, end, sequence.block_ids, decode=decode)
+        self.waiting.wake(sequence.prefix, end)
         last = splits.pop() if splits and splits[-1].position == end else None
         return tuple(splits), [] if last is None else [SlotCopy(sequence.slot, last.slot)]
 
@@ -160,14 +174,17 @@ class Prefixes:
         """It gives up its memory."""
         if self._cache is not None and sequence.prefix is not None:
             self._cache.lose(sequence.prefix)
+            self.waiting.wake(sequence.prefix)
 
     def close(self, sequence: Sequence) -> None:
         """It is finished."""
         if self._cache is not None and sequence.prefix is not None:
             self._cache.close(sequence.prefix)
+            self.waiting.wake(sequence.prefix)
 
     def check_integrity(self, sequences: Collection[Sequence]) -> None:
-        """Recount the cache; an AssertionError names what differs."""
+        """Recount the cache and who waits for it; an AssertionError names what differs."""
+        self.waiting.check_integrity({s.prefix for s in sequences if s.prefix is not None})
         if self._cache is not None:
             self._cache.check_integrity([s.prefix for s in sequences if s.prefix is not None])
             for sequence in sequences:

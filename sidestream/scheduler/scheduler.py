@@ -11,6 +11,7 @@ Policy:
        least recently served go first. So a sequence waits for steps by how many others there are, not how long.
     3. Admission is first come, first served: it needs a seat, a slot and the blocks of the first chunk, and leaves
        the watermark free. A preempted sequence comes back when all it had fits again, lest it be preempted at once.
+       Those that wait for a prefix which another one computes let others by, whatever their number.
     4. When blocks run out, the latest arrived sequence loses everything it computed and goes back to the front of the
        queue. A prefill takes blocks that way only if it cannot move at all. The earliest running sequence is never
        preempted and each fits the pool alone, so there is always progress.
@@ -22,7 +23,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Listing
-from itertools import chain, count, islice
+from itertools import count
 
 from sidestream.cache.prefix_stats import PrefixStats
 from sidestream.cache.slots import SlotPool
@@ -69,7 +70,7 @@ class Scheduler:
         self._blocks = self._prefixes.blocks
         self._slots = SlotPool(config.num_slots) if config.uses_slots else None
         self._sequences: dict[str, Sequence] = {}
-        self._waiting: deque[Sequence] = deque()
+        self._waiting = self._prefixes.waiting
         self._running: list[Sequence] = []  # in order of arrival, as admission is
         self._in_flight: deque[tuple[int, tuple[Sequence, ...]]] = deque()  # step index, its sampling sequences
         self._preempted: list[str] = []
@@ -113,11 +114,11 @@ class Scheduler:
         sequence = Sequence(request, arrival=next(self._arrivals), max_tokens=most, served_step=served)
         try:
             self._prefixes.open(sequence, generated)
-            self._waiting.append(sequence)
+            self._waiting.add(sequence)
             self._sequences[name] = sequence
         except BaseException:  # an interrupt may come anywhere
             self._sequences.pop(name, None)
-            self._waiting = deque(other for other in self._waiting if other is not sequence)
+            self._waiting.withdraw(sequence)
             self._prefixes.withdraw(self._sequences.values())
             raise
         return sequence
@@ -144,9 +145,11 @@ class Scheduler:
         num_preempted = len(self._preempted)
         self._plan_decodes(plan)
         admit = len(self._preempted) == num_preempted
+        candidates = self._prefixes.candidates(self.config.max_running - len(self._running) if admit else 0)
         budget = self.config.max_num_batched_tokens - len(plan)
-        limit = min(budget, self._pace(len(plan), admit=admit))
-        self._plan_prefills(plan, limit, admit=admit)
+        limit = min(budget, self._pace(len(plan), candidates))
+        self._plan_prefills(plan, limit, candidates)
+        self._prefixes.dismiss(candidates)
         if limit < budget:
             self.num_paced_steps += limit == sum(length for s, length in plan.items() if s.is_prefilling)
         assert plan or self._in_flight or not self._sequences, f"{len(self._sequences)} requests, and none can move"
@@ -206,7 +209,7 @@ class Scheduler:
         """Recount queues, pools and tokens in flight; an AssertionError names what differs."""
         check_queues(
             running=self._running,
-            waiting=self._waiting,
+            waiting=sorted(self._waiting, key=by_arrival),
             known=self._sequences.values(),
             in_flight=[sampling for _, sampling in self._in_flight],
         )
@@ -222,20 +225,16 @@ class Scheduler:
             if sequence.running and sequence.can_decode and self._grow(sequence, sequence.num_known, plan):
                 plan[sequence] = 1
 
-    def _pace(self, num_decodes: int, *, admit: bool) -> int:
+    def _pace(self, num_decodes: int, candidates: list[Sequence]) -> int:
         """Prefill tokens that the pacer allows this step."""
         if self._pacer is None:
             return self.config.max_num_batched_tokens
-        prompts = [sequence for sequence in self._running if sequence.is_prefilling]
-        seats = self.config.max_running - len(self._running) if admit else 0
-        num_prompts = len(prompts) + (len(self._waiting) if prompts or seats else 0)
-        longest = max((s.num_known for s in chain(prompts, islice(self._waiting, seats))), default=0)
-        return self._pacer.budget(num_decodes, num_prompts, longest=longest)
+        prompts = [*(sequence for sequence in self._running if sequence.is_prefilling), *candidates]
+        num_prompts = len(prompts) + len(self._waiting) if prompts else 0
+        return self._pacer.budget(num_decodes, num_prompts, longest=max((s.num_known for s in prompts), default=0))
 
-    def _plan_prefills(self, plan: dict[Sequence, int], budget: int, *, admit: bool) -> None:
+    def _plan_prefills(self, plan: dict[Sequence, int], budget: int, candidates: list[Sequence]) -> None:
         running = [s for s in self._running if s.is_prefilling and not self._is_stuck(s)]
-        seats = self.config.max_running - len(self._running) if admit else 0
-        prepared = candidates = self._prefixes.candidates(self._waiting, seats)
         served, shares = self._share(running, candidates, budget)
         room = AdmissionRoom(blocks=self._blocks, watermark=self.config.watermark_blocks, alone=not self._running)
         while (fitting := room.count_fitting(served, shares)) is not None:
@@ -255,7 +254,6 @@ class Scheduler:
             if share:
                 plan[sequence] = share
                 sequence.served_step = self._num_steps
-        self._prefixes.dismiss(prepared)
 
     def _share(
         self, running: list[Sequence], candidates: list[Sequence], budget: int
@@ -319,7 +317,6 @@ class Scheduler:
         assert share > 0, f"{sequence.request_id} is admitted to do nothing"
         if not self._prefixes.holds(sequence):
             return False
-        self._waiting.remove(sequence)
         if self._slots is not None:
             slot = self._slots.allocate()
             assert slot is not None, f"no slot for {sequence.request_id} with {len(self._running)} running"
@@ -386,7 +383,7 @@ class Scheduler:
         self._running.remove(sequence)
         self._free(sequence)
         sequence.preempted = True
-        insort(self._waiting, sequence, key=by_arrival)
+        self._waiting.add(sequence)
         self._preempted.append(sequence.request_id)
 
     def _free(self, sequence: Sequence) -> None:

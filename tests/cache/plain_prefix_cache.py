@@ -16,6 +16,7 @@ class PlainBlock:
 @dataclass(eq=False)
 class PlainSequence:
     tokens: list[int]
+    running: bool = False
     computed: int = 0
     target: int = 0
     blocks: list[PlainBlock] = field(default_factory=list)
@@ -34,6 +35,7 @@ class PlainPrefixCache:
         proven: prefixes with a snapshot that was asked for or used, least recently used first.
         guesses: prefixes with another one, oldest first; a quarter of the snapshots at most.
         written: prefixes whose snapshot is written by the step being planned, which keeps it.
+        claimed: prefixes, and who said last that it would compute their last block.
     """
 
     def __init__(self, num_blocks: int, size: int, *, snapshots: int | None, every: int | None, guess: int) -> None:
@@ -48,6 +50,7 @@ class PlainPrefixCache:
         self.written: set[Prefix] = set()
         self.wanted: set[Prefix] = set()
         self.cached: dict[Prefix, PlainBlock] = {}
+        self.claimed: dict[Prefix, PlainSequence] = {}
 
     @property
     def kept(self) -> list[Prefix]:
@@ -79,9 +82,25 @@ class PlainPrefixCache:
                 best = end
         return best
 
+    def worth_waiting(self, sequence: PlainSequence) -> int:
+        """Behind which token the last block ends that it should wait for; 0 if none."""
+        last = 0
+        for end in range(self.find(sequence) + self.size, len(sequence.tokens), self.size):
+            prefix = tuple(sequence.tokens[:end])
+            producer = self.claimed.get(prefix)
+            if producer is not None and producer.running and producer.computed < end:
+                leaves = prefix not in self.cached if self.snapshots is None else self._leaves(producer, end)
+                last = end if leaves else last
+            elif prefix not in self.cached:
+                break
+        return last
+
     def admit(self, sequence: PlainSequence) -> None:
         hit = self.find(sequence)
         sequence.target = len(sequence.tokens)
+        sequence.running = True
+        for end in range(hit + self.size, len(sequence.tokens) + 1, self.size):
+            self.claimed[tuple(sequence.tokens[:end])] = sequence
         for end in range(self.size, hit + 1, self.size):
             block = self.cached[tuple(sequence.tokens[:end])]
             if not block.owners:
@@ -162,6 +181,7 @@ class PlainPrefixCache:
                 self.free.insert(0 if block.content is None else len(self.free), block)
         sequence.blocks, sequence.pending, sequence.generated = [], [], None
         sequence.fresh.clear()
+        sequence.running = False
         sequence.computed = sequence.published = 0
 
     def close(self, sequence: PlainSequence) -> None:
@@ -192,8 +212,12 @@ class PlainPrefixCache:
     def _wanted(self, sequence: PlainSequence, start: int, end: int) -> list[int]:
         """Block ends behind ``start``, up to ``end``, at which the sequence should leave a snapshot."""
         ends = range(start // self.size * self.size + self.size, min(end, len(sequence.tokens)) + 1, self.size)
-        fit = [e for e in ends if self._asked(sequence, e) or (self._is_guess(e) and (self.snapshots or 0) >= 4)]
-        return [e for e in fit if self.snapshots and tuple(sequence.tokens[:e]) not in self.kept]
+        return [e for e in ends if self._leaves(sequence, e)]
+
+    def _leaves(self, sequence: PlainSequence, end: int) -> bool:
+        """It should leave a snapshot there when it comes by."""
+        fits = self._asked(sequence, end) or (self._is_guess(end) and (self.snapshots or 0) >= 4)
+        return fits and bool(self.snapshots) and tuple(sequence.tokens[:end]) not in self.kept
 
     def _asked(self, sequence: PlainSequence, end: int) -> bool:
         last = sequence.target // self.size * self.size

@@ -54,7 +54,7 @@ class Both:
         self.plain = PlainPrefixCache(blocks, SIZE, snapshots=snapshots, every=every, guess=guess)
         self.pairs: list[Pair] = []
         self.strangers: list[tuple[list[int], list[PlainBlock]]] = []
-        self.hits = self.done = 0
+        self.hits = self.waits = 0
         self.stems = [[rng.randrange(3) for _ in range(14)] for _ in range(3)]
 
     def submit(self) -> None:
@@ -69,6 +69,10 @@ class Both:
         for pair in self.pick(running=False):
             hit = self.real.find(pair.real, len(pair.plain.tokens))
             assert hit.num_tokens == self.plain.find(pair.plain)
+            node = self.real.worth_waiting(pair.real, hit, len(pair.plain.tokens))
+            assert (0 if node is None else node.depth * SIZE) == self.plain.worth_waiting(pair.plain)
+            assert node is None or (self.real.is_coming(node) and pair.real.path[node.depth - 1] is node)
+            self.waits += node is not None
             assert (hit.snapshot is not None) == (hit.num_tokens > 0 and self.real.snapshots is not None)
             self.hits += hit.num_tokens > 0
             self.real.claim(pair.real, hit, len(pair.plain.tokens))
@@ -179,6 +183,7 @@ def test_ten_thousand_random_operations_go_as_in_the_plain_model(
         both.compare()
     stats = both.real.stats
     assert both.hits > 20 if snapshots != 0 else both.hits == 0
+    assert both.waits > 10 if snapshots != 0 else both.waits == 0
     assert stats.blocks_evicted > 50
     assert not snapshots or stats.snapshots_evicted > 20
     guessing = (snapshots or 0) >= 4 and guess < 128 and every != 1
