@@ -128,6 +128,15 @@ def serve(
             rich_help_panel=SERVER,
         ),
     ] = None,
+    access_log: Annotated[
+        bool,
+        typer.Option(
+            "--access-log/--no-access-log",
+            help="Write a line on stderr for each request that is over: path, status, id, tokens, seconds, finish "
+            "reason; nothing that it said, and none for what probes and the dashboard ask for.",
+            rich_help_panel=SERVER,
+        ),
+    ] = True,
     device: Device = "auto",
     dtype: Dtype = "auto",
     load_format: LoadFormat = "auto",
@@ -204,6 +213,7 @@ def serve(
         drain_seconds=drain_seconds,
         answer_parser=answer_parser,
         cors_origins=tuple(cors_origin or ()),
+        access_log=access_log,
     )
     with ServeReport(settings.model_name) as report:
         run_server(settings, report)

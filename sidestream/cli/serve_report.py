@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from types import TracebackType
 from typing import TextIO
 
@@ -25,7 +26,8 @@ class ServeReport:
     def __init__(self, model: str, *, file: TextIO | None = None) -> None:
         self._model = model
         self._address = ""
-        self._console = Console(file=file or sys.stderr, highlight=False, soft_wrap=True)
+        self._file = file or sys.stderr
+        self._console = Console(file=self._file, highlight=False, soft_wrap=True)
         self._bars: Progress | None = None
         if self._console.is_terminal:
             self._bars = Progress(
@@ -69,8 +71,10 @@ class ServeReport:
         self._say(line)
 
     def refused(self, status: int, path: str, message: str) -> None:
-        line = f"{status} {path}: {message}"[:MAX_LINE]
-        self._say("".join(each if each.isprintable() else ascii(each)[1:-1] for each in line))
+        self._say(_printable(f"{status} {path}: {message}"[:MAX_LINE]))
+
+    def answered(self, line: str) -> None:
+        self._say(_printable(line))
 
     def stopping(self, signal_name: str, *, requests: int, limit: int | None) -> None:
         if requests == 0:
@@ -96,8 +100,13 @@ class ServeReport:
             self._say(f"{self._running.name}: {seconds:.2f} s")
 
     def _say(self, text: str) -> None:
-        self._console.print(Text(text))
-        self._console.file.flush()
+        """A line; a server whose log nobody reads any more goes on."""
+        with suppress(OSError):
+            if self._bars is not None and self._bars.live.is_started:
+                self._console.print(Text(text))
+            else:
+                self._file.write(text + "\n")
+            self._file.flush()
 
 
 class _Parts(ProgressColumn):
@@ -120,6 +129,11 @@ class _Seconds(ProgressColumn):
         if seconds is None:
             seconds = task.get_time() - task.fields["began"]
         return Text(f"{seconds:.2f} s", style="progress.elapsed")
+
+
+def _printable(line: str) -> str:
+    """What came from a client moves no cursor and begins no line."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
 
 
 def _count(requests: int) -> str:

@@ -22,6 +22,11 @@ HINTS = {
     "--reasoning-parser": _PARSER,
     "--enable-auto-tool-choice": "tools need no flag",
     "--allowed-origins": "give --cors-origin, once for each",
+    "--disable-log-requests": "give --no-access-log; prompts are never logged",
+    "--no-enable-log-requests": "give --no-access-log; prompts are never logged",
+    "--enable-log-requests": "give --access-log, which is the default; prompts are never logged",
+    "--disable-uvicorn-access-log": "give --no-access-log",
+    "--disable-log-stats": "the line every 10 seconds stays; --no-access-log leaves out the lines of requests",
     "--trust-remote-code": "code of a checkpoint is never run; leave it out",
     "--quantization": "the checkpoint's config says how weights are stored; leave it out",
 }

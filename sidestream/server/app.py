@@ -17,6 +17,7 @@ from sidestream import __version__
 from sidestream.engine.async_engine import AsyncEngine
 from sidestream.errors import EngineDeadError, RequestError
 from sidestream.server import complaints, errors
+from sidestream.server.access_log import AccessLog
 from sidestream.server.chat import create_chat_completion
 from sidestream.server.chat_prompt import encode_text, tokenize_chat
 from sidestream.server.completions import create_completion
@@ -72,6 +73,8 @@ def create_app(service: Service, *, engine: Callable[[], Awaitable[AsyncEngine]]
     if settings.api_key is not None:
         app.add_middleware(ApiKey, key=settings.api_key)
     app.add_middleware(CutOff, on_error=service.refused)
+    if settings.access_log:
+        app.add_middleware(AccessLog, say=service.answered)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]

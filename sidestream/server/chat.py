@@ -105,7 +105,7 @@ class _Answer:
         self._parsers = [parser() for _ in prompt.requests]
         self._called = [False] * len(prompt.requests)
         self._started = [False] * len(prompt.requests)
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": service.settings.model_name,
@@ -113,7 +113,7 @@ class _Answer:
 
     async def whole(self) -> dict[str, Any]:
         output: RequestOutput | None = None
-        async with aclosing(self._service.run([self._prompt])) as arrivals:
+        async with aclosing(self._service.run(self._head["id"], [self._prompt])) as arrivals:
             async for deltas in arrivals:
                 output = deltas[-1].output
         assert output is not None, "a prompt ended without a token"
@@ -130,7 +130,7 @@ class _Answer:
         every = options is not None and bool(options.continuous_usage_stats)
         head = self._head | {"object": "chat.completion.chunk"}
         output: RequestOutput | None = None
-        async with aclosing(self._service.run([self._prompt])) as arrivals:
+        async with aclosing(self._service.run(self._head["id"], [self._prompt])) as arrivals:
             async for deltas in arrivals:
                 chunks = []
                 for delta in deltas:

@@ -55,6 +55,10 @@ class Watcher(Protocol):
         """A request was answered with an error."""
         ...
 
+    def answered(self, line: str) -> None:
+        """A request is over: its line of the access log."""
+        ...
+
     def stopping(self, signal_name: str, *, requests: int, limit: int | None) -> None:
         """A signal came; requests that are being answered may go on for ``limit`` seconds, None is to their end."""
         ...
@@ -117,6 +121,7 @@ class _Running:
 
         self._service = service = Service(self._settings)
         service.on_refused = self._watcher.refused
+        service.on_answered = self._watcher.answered
         starting = asyncio.create_task(
             AsyncEngine.start(self._settings.folder, self._settings.engine, clock=self._clock, link=link)
         )

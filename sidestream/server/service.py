@@ -14,6 +14,7 @@ from sidestream.engine.input_processor import ProcessedPrompt
 from sidestream.engine.startup_clock import PhaseProgress
 from sidestream.engine.wire import EngineState, Ready
 from sidestream.errors import RequestError
+from sidestream.server.access_log import current_exchange
 from sidestream.server.errors import ApiError, shown, unavailable
 from sidestream.server.json_body import check_json
 from sidestream.server.metrics import Metrics, RequestClock
@@ -49,6 +50,7 @@ class Service:
         phase: how far the start is, before the engine is there.
         failure: why the server must end; None while all is well.
         on_refused: told status, path and message of what is answered with an error once the engine was ready.
+        on_answered: told the access log's lines.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -58,6 +60,7 @@ class Service:
         self.phase: PhaseProgress | None = None
         self.failure: Exception | None = None
         self.on_refused: Callable[[int, str, str], None] | None = None
+        self.on_answered: Callable[[str], None] | None = None
         self._engine: AsyncEngine | None = None
         self._tokens: TokenText | None = None
 
@@ -73,6 +76,11 @@ class Service:
         self.metrics.refused(status)
         if self._engine is not None and self.on_refused is not None:
             self.on_refused(status, path, message)
+
+    def answered(self, line: str) -> None:
+        """A request is over, says the access log."""
+        if self.on_answered is not None:
+            self.on_answered(line)
 
     @property
     def alive(self) -> bool:
@@ -126,8 +134,11 @@ class Service:
                 f"(max_sequences)"
             )
 
-    async def run(self, batch: Sequence[ProcessedPrompt]) -> AsyncGenerator[list[Delta], None]:
-        """Run prompts, observed; closing it aborts them."""
+    async def run(self, name: str, batch: Sequence[ProcessedPrompt]) -> AsyncGenerator[list[Delta], None]:
+        """Run the prompts of the answer with this id, observed; closing it aborts them."""
+        exchange = current_exchange()
+        if exchange is not None:
+            exchange.runs(name, batch)
         clocks = {
             (index, completion): RequestClock(self.metrics, prompt, completion)
             for index, prompt in enumerate(batch)
@@ -139,6 +150,8 @@ class Service:
                     for delta in deltas:
                         place = (delta.prompt_index, delta.completion_index)
                         clocks[place].token(delta)
+                        if exchange is not None:
+                            exchange.token(delta)
                         if delta.finish_reason is not None:
                             del clocks[place]
                     yield deltas

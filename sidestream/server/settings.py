@@ -31,6 +31,7 @@ class ServerSettings:
         answer_parser: takes reasoning and tool calls out of chat answers: one of ``ANSWER_PARSERS``; "auto" is the one
             of the checkpoint's architecture.
         cors_origins: origins whose pages may call; none by default.
+        access_log: a line for each request that is over.
     Raises:
         ConfigError: naming the value and what is allowed.
     """
@@ -46,6 +47,7 @@ class ServerSettings:
     drain_seconds: int | None = None
     answer_parser: str = "auto"
     cors_origins: tuple[str, ...] = ()
+    access_log: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

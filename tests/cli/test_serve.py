@@ -129,7 +129,7 @@ def test_phases_add_up_and_an_end_is_announced() -> None:
         assert "data: [DONE]" in lines
         assert server.exit_code() == 0
     said = "".join(server.lines).splitlines()
-    assert said[-2] == "SIGTERM: accepting no more; 1 request may finish, for at most 100 s (--drain-seconds)"
+    assert "SIGTERM: accepting no more; 1 request may finish, for at most 100 s (--drain-seconds)" in said
     assert re.fullmatch(r"stopped after [0-9.]+ s", said[-1])
 
 
@@ -197,3 +197,22 @@ def test_a_terminal_sees_bars_with_parts() -> None:
     shown = report_on(Terminal())
     for text in ("12 of 12", "3 of 3 MiB", "10.00 s", "0.25 s", "1.20 s", "ready after 12.50 s", "━"):
         assert text in shown
+
+
+class Gone(io.StringIO):
+    """A log whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+def test_a_server_whose_log_nobody_reads_goes_on() -> None:
+    assert report_on(Gone()) == ""
+
+
+def test_lines_of_requests_cannot_move_the_cursor() -> None:
+    file = io.StringIO()
+    with ServeReport("tiny", file=file) as report:
+        report.refused(404, "/a\nb", "\x1b[31mno")
+        report.answered("GET /\u202e 200")
+    assert file.getvalue() == "404 /a\\nb: \\x1b[31mno\nGET /\\u202e 200\n"
