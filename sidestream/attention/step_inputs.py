@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sidestream.attention.state_rounds import PlannedRound, plan_rounds
-from sidestream.core.batch import MAX_SPLITS, SCRATCH_BLOCK, SCRATCH_SLOT, Chunk
+from sidestream.core.batch import SCRATCH_BLOCK, SCRATCH_SLOT, Chunk, Split
 from sidestream.core.ring import RingPlan, plan_ring
 from sidestream.core.segment import Segment
 from sidestream.core.step_inputs import PoolPlan, StepInputs
@@ -75,10 +74,9 @@ class StepInputsBuilder:
         for window in windows:
             sizes += [max_seqs * (window - 1), max_tokens * window, max_tokens, max_tokens]
         sizes += [max_tokens, max_tokens]
-        if self.conv_size:  # rounds: pieces of chunks, in seven arrays each
-            pieces = max_seqs * (MAX_SPLITS + 1)
-            sizes += [pieces, pieces, pieces * (self.conv_size - 1), max_tokens * self.conv_size]
-            sizes += [max_tokens] * 3 + [1] * (7 * (MAX_SPLITS + 1))
+        if self.conv_size:  # rings of kept states, which stand behind blocks
+            kept = min(max_tokens, max_tokens // self.block_size + max_seqs) * (self.conv_size - 1)
+            sizes += [max_tokens + kept, max_tokens + kept, kept, kept]
         if self.kv_places is not None:
             sizes += [(max_seqs + 1) * max(self.max_blocks, 1), max_tokens, max_tokens]
         return PackedUpload.elements([size + 1 for size in sizes])
@@ -124,6 +122,7 @@ class StepInputsBuilder:
 
         num_decode = sum(chunk.is_decode for chunk in chunks)
         assert all(chunk.is_decode for chunk in chunks[:num_decode]), "decode chunks must come first"
+        assert not any(chunk.splits for chunk in chunks[:num_decode]), "a decode keeps no state on its way"
         assert len(set(host_lengths[:num_decode])) <= 1, f"decode lengths differ: {host_lengths[:num_decode]}"
         slots = tuple(chunk.slot for chunk in chunks)
         ends = np.flatnonzero((positions[:tokens] + 1) % self.kpool == 0)
@@ -152,9 +151,7 @@ class StepInputsBuilder:
                 for row, (start, chunk) in enumerate(zip(offsets, chunks, strict=False))
             ),
             host_slots=slots,
-            rounds=plan_rounds(chunks, window=self.conv_size, ring_length=self._ring_length(self.conv_size))
-            if self.conv_size
-            else [],
+            kept=tuple(chunk.splits for chunk in chunks) if any(chunk.splits for chunk in chunks) else (),
         )
 
     def build_uniform(
@@ -270,7 +267,7 @@ class StepInputsBuilder:
         num_decode: int,
         segments: tuple[Segment, ...],
         host_slots: tuple[int, ...],
-        rounds: Sequence[PlannedRound] = (),
+        kept: tuple[tuple[Split, ...], ...] = (),
     ) -> StepInputs:
         """Plan the rings, bring everything to the device in one go, hand it out."""
         uniform, padded = layout.context_lens is not None, len(layout.token_ids)
@@ -285,7 +282,10 @@ class StepInputsBuilder:
         arrays += [ends, entries] if self.kpool > 1 else []
         hosted = [] if layout.seats is None else [self._in_pool(layout.block_table), layout.seats, layout.key_mapping]
         arrays += [*hosted, *(extra for extra in (layout.context_lens, layout.sources) if extra is not None)]
-        arrays += [array for planned in rounds for array in planned.arrays()]
+        keeping = None  # the convolution's ring alone is another state's as well
+        if kept and self.conv_size:
+            keeping = plans[self.conv_size].with_kept(starts.tolist(), lengths.tolist(), slots.tolist(), kept)
+            arrays += [tensor.numpy() for tensor in keeping.tensors[2:]]
         placed = iter(self.place(arrays))
         ids, positions, token_rows, slot_mapping, table, slots_dev, starts_dev = (next(placed) for _ in range(7))
         rings: dict[int, RingPlan] = {
@@ -314,10 +314,19 @@ class StepInputsBuilder:
             slots=slots_dev,
             starts=starts_dev,
             host_slots=host_slots,
-            conv=rings.get(self.conv_size),
+            conv=self._placed_conv(rings, keeping, placed),
             pools=pools,
-            rounds=tuple(planned.placed(placed) for planned in rounds),
+            kept=kept,
         )
+
+    def _placed_conv(
+        self, rings: dict[int, RingPlan], keeping: RingPlan | None, placed: Iterator[torch.Tensor]
+    ) -> RingPlan | None:
+        """The convolution's plan; what keeps states has two tensors of the plan without, and the rest of its own."""
+        plain = rings.get(self.conv_size)
+        if plain is None or keeping is None:
+            return plain
+        return keeping.moved([*plain.tensors[:2], *(next(placed) for _ in keeping.tensors[2:])])
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,12 @@ All index arithmetic of a step is done once here, on the host, and shared by eve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+
+from sidestream.core.batch import Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,9 @@ class RingPlan:
         window_rows: [T, window] rows of ``source``, oldest first, the token itself last.
         keep_tokens: [M] token rows to be kept, and
         keep_rows: [M] the flat ring rows they go to. Each ring row at most once.
+        copy_from: [C] ring rows of what earlier steps left, and
+        copy_to: [C] ring rows of other slots they go to, before anything else is written. None where there are none.
+        keeps_all: ``keep_tokens`` are all tokens in order.
     """
 
     window: int
@@ -38,15 +43,51 @@ class RingPlan:
     window_rows: torch.Tensor
     keep_tokens: torch.Tensor
     keep_rows: torch.Tensor
+    copy_from: torch.Tensor | None = None
+    copy_to: torch.Tensor | None = None
+    keeps_all: bool = False
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """In the order that ``moved`` takes."""
-        return self.carry_rows, self.window_rows, self.keep_tokens, self.keep_rows
+        """In the order that ``moved`` takes: four, or six with copies."""
+        own = (self.carry_rows, self.window_rows, self.keep_tokens, self.keep_rows)
+        return own if self.copy_from is None or self.copy_to is None else (*own, self.copy_from, self.copy_to)
 
     def moved(self, tensors: Sequence[torch.Tensor]) -> RingPlan:
         """The same plan over copies of its tensors elsewhere."""
-        return RingPlan(self.window, self.length, *tensors)
+        carry_rows, window_rows, keep_tokens, keep_rows, *copies = tensors
+        copy_from, copy_to = copies or (None, None)
+        own = (carry_rows, window_rows, keep_tokens, keep_rows)
+        return RingPlan(self.window, self.length, *own, copy_from, copy_to, self.keeps_all)
+
+    def with_kept(
+        self, starts: Sequence[int], lengths: Sequence[int], slots: Sequence[int], kept: Sequence[Sequence[Split]]
+    ) -> RingPlan:
+        """This plan of the step, on the CPU, which also leaves the ring of every kept state in the slot of that state.
+
+        That are the ``window - 1`` tokens before its position: the step's own, or what the sequence's ring holds.
+        """
+        tokens, rows, copy_from, copy_to = list[int](), list[int](), list[int](), list[int]()
+        first = 0
+        for start, length, slot, splits in zip(starts, lengths, slots, kept, strict=True):
+            for split in splits:
+                for position in range(max(split.position - self.window + 1, 0), split.position):
+                    place = position % self.length
+                    if position >= start:
+                        tokens.append(first + position - start)
+                        rows.append(split.slot * self.length + place)
+                    else:
+                        copy_from.append(slot * self.length + place)
+                        copy_to.append(split.slot * self.length + place)
+            first += length
+        return replace(
+            self,
+            keep_tokens=torch.cat((self.keep_tokens, torch.tensor(tokens, dtype=torch.int64))),
+            keep_rows=torch.cat((self.keep_rows, torch.tensor(rows, dtype=torch.int64))),
+            copy_from=torch.tensor(copy_from) if copy_from else None,
+            copy_to=torch.tensor(copy_to) if copy_to else None,
+            keeps_all=False,
+        )
 
 
 def plan_ring(
@@ -95,6 +136,7 @@ def plan_ring(
         window_rows=torch.from_numpy(np.ascontiguousarray(window_rows)).to(device),
         keep_tokens=torch.from_numpy(kept).to(device),
         keep_rows=torch.from_numpy(keep_rows).to(device),
+        keeps_all=len(kept) == num_tokens,
     )
 
 
@@ -121,4 +163,5 @@ def _plan_single(
         window_rows=torch.from_numpy(window_rows).to(device),
         keep_tokens=torch.from_numpy(kept).to(device),
         keep_rows=torch.from_numpy(rows[kept] + start[kept] % max(ring_length, 1)).to(device),
+        keeps_all=len(kept) == tokens,
     )

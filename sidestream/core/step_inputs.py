@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sidestream.core.batch import SlotCopy
+from sidestream.core.batch import Split
 from sidestream.core.ring import RingPlan
 from sidestream.core.segment import Segment
 
@@ -24,30 +24,6 @@ class PoolPlan:
     ring: RingPlan
     ends: torch.Tensor
     entries: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class StateRound:
-    """Pieces of a step's chunks that linear attention runs before the next ones, as it keeps the states between them.
-
-    Attributes:
-        rows: the pieces' token rows of the step, in order: a slice, or int64 on the device.
-        conv: ring plan of these rows.
-        slots, starts: [R] int64, each piece's state slot and its first position.
-        host_slots, host_starts, lengths: of each piece, on the host.
-        num_decode: pieces, from the front, that are whole decodes.
-        kept: copies of a layer's state to be made when it has run.
-    """
-
-    rows: slice | torch.Tensor
-    conv: RingPlan
-    slots: torch.Tensor
-    starts: torch.Tensor
-    host_slots: tuple[int, ...]
-    host_starts: tuple[int, ...]
-    lengths: tuple[int, ...]
-    num_decode: int
-    kept: tuple[SlotCopy, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +54,8 @@ class StepInputs:
         segments: one a sequence, in flat order; the first ``num_decode`` are continuations of one length.
         slots, starts: [R] or [Tp] int64, each sequence's state slot and its first position in this step.
         conv: ring plan of the short convolution, None without KDA layers.
-        rounds: what KDA layers run in turn; empty where no state inside a chunk is kept: all at once.
+        kept: states of linear attention that each sequence leaves within its chunk; empty where none leaves any. The
+            rings of the short convolution that belong to them are in ``conv``.
         pools: None without an indexer or at token granularity. In a uniform step every row completes a pool, those
             that do not in truth write it to the scratch block.
     """
@@ -105,7 +82,7 @@ class StepInputs:
     host_slots: tuple[int, ...]
     conv: RingPlan | None
     pools: PoolPlan | None
-    rounds: tuple[StateRound, ...] = ()
+    kept: tuple[tuple[Split, ...], ...] = ()
 
     @property
     def segment_rows(self) -> int:

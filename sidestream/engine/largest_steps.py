@@ -30,13 +30,13 @@ def largest_steps(config: ResolvedConfig, *, longest: int) -> tuple[tuple[Chunk,
     steps = [prefills(tokens, longest, sequences), prefills(tokens, each, sequences)]
     if decodes:
         steps += [decodes[1:] + prefills(tokens - len(decodes) + 1, longest, 1), decodes]
-    if config.prefix_caching and config.needs_snapshots:  # rows of a round are gathered if they lie apart
-        halves = prefills(tokens, min(longest, -(-tokens // 2)), sequences)
-        steps += [[_split(c, config.block_size) for c in chunks] for chunks in (halves, steps[0])]
+    if config.prefix_caching and config.needs_snapshots:  # a kept state ends a chunk of KDA, so there are more of them
+        steps.append([_leaving_states(chunk, config.block_size) for chunk in steps[0]])
     return tuple(tuple(step) for step in steps)
 
 
-def _split(chunk: Chunk, block_size: int) -> Chunk:
-    """The chunk, with a state kept behind the last block within it, if there is one."""
-    place = (chunk.end - 1) // block_size * block_size
-    return replace(chunk, splits=(Split(place, SCRATCH_SLOT),)) if place > chunk.start else chunk
+def _leaving_states(chunk: Chunk, block_size: int) -> Chunk:
+    """The chunk, with a state kept behind each block within it."""
+    first = chunk.start // block_size * block_size + block_size
+    places = range(first, chunk.end, block_size)
+    return replace(chunk, splits=tuple(Split(place, SCRATCH_SLOT) for place in places))

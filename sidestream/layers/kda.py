@@ -11,12 +11,11 @@ from sidestream.config.model import ModelConfig
 from sidestream.core.forward_context import get_forward_context
 from sidestream.core.layer_cache import LayerCache
 from sidestream.core.padding import pad_rows
-from sidestream.core.step_inputs import StateRound, StepInputs
+from sidestream.core.step_inputs import StepInputs
 from sidestream.layers.boundary import across_break
 from sidestream.layers.linear import MergedLinear, Projection, RowLinear
 from sidestream.layers.loader import LayerLoader
 from sidestream.ops.kda import decode_step, mixed_step
-from sidestream.ops.slot_copy import copy_slots
 
 
 class KimiDeltaAttention:
@@ -102,59 +101,26 @@ class KimiDeltaAttention:
 
     def _mix(self, projected: torch.Tensor, *, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
         """``_attend`` of a step with chunks of prompts in it, padding rows left out: one operator, too. [T, H * V]."""
+        assert cache.conv is not None, f"layer {self.layer} has no convolution state"
+        assert cache.recurrent is not None, f"layer {self.layer} has no recurrent state"
         assert inputs.conv is not None, "the step was laid out without a convolution"
-        if inputs.rounds:
-            return self._mix_in_rounds(projected, inputs=inputs, cache=cache)
-        pieces = StateRound(
-            rows=slice(0, inputs.num_tokens),
-            conv=inputs.conv,
-            slots=inputs.slots,
-            starts=inputs.starts,
-            host_slots=inputs.host_slots,
-            host_starts=tuple(segment.start_position for segment in inputs.segments),
-            lengths=tuple(segment.length for segment in inputs.segments),
-            num_decode=inputs.num_decode,
-            kept=(),
-        )
-        return self._mix_pieces(projected, pieces, cache=cache)
-
-    def _mix_in_rounds(self, projected: torch.Tensor, *, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
-        """``_mix`` where states inside chunks are kept: one operator a round, and copies of the slots behind it."""
-        assert cache.conv is not None, f"layer {self.layer} has no convolution state"
-        assert cache.recurrent is not None, f"layer {self.layer} has no recurrent state"
-        conv = cache.conv.view(cache.recurrent.shape[0], -1, cache.conv.shape[-1])
-        out = projected.new_empty(inputs.num_tokens, self.num_heads * self.head_dim)
-        for pieces in inputs.rounds:
-            if isinstance(pieces.rows, slice):
-                out[pieces.rows].copy_(self._mix_pieces(projected[pieces.rows], pieces, cache=cache))
-            else:
-                own = projected.index_select(0, pieces.rows)
-                out.index_copy_(0, pieces.rows, self._mix_pieces(own, pieces, cache=cache))
-            to, taken = [copy.target for copy in pieces.kept], [copy.source for copy in pieces.kept]
-            for memory in (conv, cache.recurrent) if to else ():
-                copy_slots(memory, memory, to=to, taken=taken)
-        return out
-
-    def _mix_pieces(self, projected: torch.Tensor, pieces: StateRound, *, cache: LayerCache) -> torch.Tensor:
-        """[T or more, ..] projections of the pieces' rows -> [T, H * V]."""
-        assert cache.conv is not None, f"layer {self.layer} has no convolution state"
-        assert cache.recurrent is not None, f"layer {self.layer} has no recurrent state"
         return mixed_step(
             projected,
             cache.conv,
             cache.recurrent,
             conv_weight=self.conv,
-            plan=pieces.conv,
+            plan=inputs.conv,
             expand=self.expand,
             dt_bias=self.dt_bias,
             A_log=self.a_log,
             lower_bound=self.lower_bound,
             norm_weight=self.norm,
             norm_eps=self.norm_eps,
-            slots=pieces.slots,
-            start=pieces.starts,
-            host_slots=pieces.host_slots,
-            starts=pieces.host_starts,
-            lengths=pieces.lengths,
-            decodes=pieces.num_decode,
+            slots=inputs.slots,
+            start=inputs.starts,
+            host_slots=inputs.host_slots,
+            starts=tuple(segment.start_position for segment in inputs.segments),
+            lengths=tuple(segment.length for segment in inputs.segments),
+            decodes=inputs.num_decode,
+            kept=inputs.kept,
         )

@@ -27,14 +27,14 @@ class Operator(Generic[P, R]):
         name: unique; the folder under ``ops/`` and the function, dotted.
         reads, writes: names of tensor arguments read and written in place. What is returned is new memory.
         rows: for an argument that is touched only at some rows of its first dimension, the argument that holds
-            those row numbers.
+            those row numbers, or several.
         implementations: device type to function; "cpu" always there.
     """
 
     name: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    rows: dict[str, str]
+    rows: dict[str, str | tuple[str, ...]]
     implementations: dict[str, Callable[P, R]] = field(default_factory=dict)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -59,7 +59,11 @@ class Operator(Generic[P, R]):
 
 
 def operator(
-    name: str, *, reads: tuple[str, ...], writes: tuple[str, ...] = (), rows: dict[str, str] | None = None
+    name: str,
+    *,
+    reads: tuple[str, ...],
+    writes: tuple[str, ...] = (),
+    rows: dict[str, str | tuple[str, ...]] | None = None,
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Decorator: make the plain torch implementation the operator ``name``; the first argument must be a tensor."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from sidestream.core.batch import Split
 from sidestream.core.ring import RingPlan
 from sidestream.ops.operator import OPERATORS
 
@@ -50,7 +51,7 @@ def tensors_of(arguments: Arguments) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(value, torch.Tensor):
             yield name, value
         elif isinstance(value, RingPlan):
-            for part in (value.carry_rows, value.window_rows, value.keep_tokens, value.keep_rows):
+            for part in value.tensors:
                 yield name, part
 
 
@@ -59,8 +60,7 @@ def map_tensors(arguments: Arguments, change: Callable[[torch.Tensor], torch.Ten
         if isinstance(value, torch.Tensor):
             return change(value)
         if isinstance(value, RingPlan):
-            parts = ("carry_rows", "window_rows", "keep_tokens", "keep_rows")
-            return replace(value, **{part: change(getattr(value, part)) for part in parts})
+            return value.moved([change(tensor) for tensor in value.tensors])
         return value
 
     return {name: mapped(value) for name, value in arguments.items()}
@@ -95,11 +95,19 @@ def overwrite(buffers: Arguments, values: Arguments) -> None:
 
 def rows_named(case: Case, arguments: Arguments, name: str, *, written: bool) -> torch.Tensor | None:
     """Row numbers of an argument that may be touched, with repetitions. None if all may be."""
-    index_name = OPERATORS[case.operator].rows.get(name)
-    if index_name is None:
+    names = OPERATORS[case.operator].rows.get(name)
+    if names is None:
         return None
-    index = arguments[index_name]
-    if isinstance(index, RingPlan):
-        index = index.keep_rows if written else torch.cat([index.keep_rows, index.carry_rows])
-    index = torch.as_tensor(index).reshape(-1).long()
+    parts = [_rows_in(arguments[one], written) for one in ((names,) if isinstance(names, str) else names)]
+    index = torch.cat(parts)
     return index[index >= 0]
+
+
+def _rows_in(index: Any, written: bool) -> torch.Tensor:
+    if isinstance(index, RingPlan):
+        copied = [] if index.copy_to is None else [index.copy_to]
+        return torch.cat([index.keep_rows, *copied, *([] if written else [index.carry_rows])])
+    if isinstance(index, tuple) and any(isinstance(part, tuple) for part in index):
+        splits: list[Split] = [split for part in index for split in part]
+        return torch.tensor([split.slot for split in splits])
+    return torch.as_tensor(index).reshape(-1).long()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from sidestream.core.batch import Split
 from sidestream.core.ring import plan_ring
 from sidestream.core.segment import Segment
 from sidestream.ops import (
@@ -188,17 +189,22 @@ def chunked_case(seed: int) -> Arguments:
     q, k = step.randn(2, tokens, HEADS, DIM).unbind(0)
     made = {"q": q, "k": k, "v": step.randn(tokens, HEADS, 8), "g": -step.rand(tokens, HEADS, DIM)}
     beta, state = step.rand(tokens, HEADS), step.randn(SLOTS, 1, HEADS, DIM, 8)
-    return {**made, "beta": beta, "state": state, "slots": (4, 2), "starts": (3, 0), "lengths": lengths}
+    state[[1, 3]] = torch.nan
+    where = {"slots": (4, 2), "starts": (3, 0), "lengths": lengths, "kept": ((Split(5, 3), Split(12, 1)), ())}
+    return {**made, "beta": beta, "state": state, **where}
 
 
 def mixed_step_case(seed: int) -> Arguments:
-    """Two decodes beside a chunk of nine and a fresh one of two tokens, and three rows of padding."""
+    """Two decodes beside a chunk of nine and a fresh one of two tokens, and three rows of padding. A state of the first
+    chunk is kept, whose ring an earlier step left in part."""
     dim, slots, starts, lengths = 16, [5, 3, 4, 2], [7, 4, 3, 0], [1, 1, 9, 2]
     step, made, rows = Step(seed), decode_step_case(0, torch.float32)(seed), sum(lengths)
     made["projected"] = step.randn(rows + 3, 3 * HEADS * dim + 2 * dim + HEADS)
-    made["plan"] = plan_ring(starts, lengths, slots, window=4, ring_length=3)
+    kept = ((), (), (Split(5, 1),), ())
+    made["state"][1], made["conv_state"][3:6] = torch.nan, torch.nan
+    made["plan"] = plan_ring(starts, lengths, slots, window=4, ring_length=3).with_kept(starts, lengths, slots, kept)
     made |= {"slots": torch.tensor(slots), "start": torch.tensor(starts)}
-    return {**made, "host_slots": slots, "starts": starts, "lengths": lengths, "decodes": 2}
+    return {**made, "host_slots": slots, "starts": starts, "lengths": lengths, "decodes": 2, "kept": kept}
 
 
 def entries_of(step: Step, kpool: int) -> torch.Tensor:

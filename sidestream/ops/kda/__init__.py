@@ -8,6 +8,7 @@ import torch
 
 from sidestream.core.ring import RingPlan
 from sidestream.ops.kda import decode, mixed, torch_chunked, torch_impl
+from sidestream.ops.kda.kept_states import Kept
 from sidestream.ops.operator import operator
 
 __all__ = ["chunked", "decode_step", "gate", "mixed_step", "recurrent", "short_conv"]
@@ -23,7 +24,7 @@ recurrent = operator(
     rows={"state": "slots"},
 )(torch_impl.recurrent)
 chunked = operator(
-    "kda.chunked", reads=("q", "k", "v", "g", "beta", "state"), writes=("state",), rows={"state": "slots"}
+    "kda.chunked", reads=("q", "k", "v", "g", "beta", "state"), writes=("state",), rows={"state": ("slots", "kept")}
 )(torch_chunked.chunked)
 _STEP = (
     "projected",
@@ -48,7 +49,7 @@ mixed_step = operator(
     "kda.mixed_step",
     reads=_STEP,
     writes=("conv_state", "state"),
-    rows={"conv_state": "plan", "state": "slots"},
+    rows={"conv_state": "plan", "state": ("slots", "kept")},
 )(mixed.mixed_step)
 
 
@@ -151,6 +152,7 @@ def _mixed_step(
     starts: Sequence[int],
     lengths: Sequence[int],
     decodes: int,
+    kept: Kept = (),
 ) -> torch.Tensor:
     function = mixed.mixed_step
     if projected.is_cuda:
@@ -176,4 +178,5 @@ def _mixed_step(
         starts=starts,
         lengths=lengths,
         decodes=decodes,
+        kept=kept,
     )

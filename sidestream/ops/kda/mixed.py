@@ -8,6 +8,7 @@ import torch
 
 from sidestream.core.padding import true_rows
 from sidestream.core.ring import RingPlan
+from sidestream.ops.kda.kept_states import Kept
 from sidestream.ops.kda.torch_chunked import chunked
 from sidestream.ops.kda.torch_impl import gate, recurrent, short_conv
 from sidestream.ops.norm.torch_impl import gated_rms_norm
@@ -32,6 +33,7 @@ def mixed_step(
     starts: Sequence[int],
     lengths: Sequence[int],
     decodes: int,
+    kept: Kept = (),
 ) -> torch.Tensor:
     """Sequences one behind the other: decodes of one length first, one recurrent step each, then chunks of prompts.
 
@@ -44,6 +46,8 @@ def mixed_step(
         slots, start: [R] int64 on the device; host_slots, starts: the same numbers on the host.
         lengths: tokens of each sequence, >= 1, T together; equal for the first ``decodes``.
         decodes: sequences that continue by a decode, not by a chunk.
+        kept: states that each sequence leaves on its way, see ``chunked``; a decode leaves none. Their rings are the
+            plan's affair.
     Returns:
         [T, H * D] in the dtype of ``projected``.
     """
@@ -82,6 +86,7 @@ def mixed_step(
             slots=host_slots[decodes:],
             starts=starts[decodes:],
             lengths=lengths[decodes:],
+            kept=kept[decodes:],
         )
         outputs.append(mixed)
     mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from sidestream.core.ring import RingPlan
+from sidestream.ops.kda.kept_states import Kept
 from sidestream.ops.norm.reference import gated_rms_norm
 
 
@@ -14,6 +15,10 @@ def short_conv(x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, *, pl
     """Each token's window, tap by tap. See ``torch_impl.short_conv``."""
     zero = torch.zeros(1, x.shape[1])
     source = torch.cat([zero, x.float(), state[plan.carry_rows].float()])
+    if plan.copy_from is not None and plan.copy_to is not None:
+        carried = state[plan.copy_from].clone()
+        for value, row in zip(carried, plan.copy_to.tolist(), strict=True):
+            state[row] = value
     out = torch.zeros(x.shape, dtype=torch.float32)
     for t in range(x.shape[0]):
         for tap in range(plan.window):
@@ -70,17 +75,22 @@ def chunked(
     slots: Sequence[int],
     starts: Sequence[int],
     lengths: Sequence[int],
+    kept: Kept = (),
     chunk_size: int = 64,
 ) -> torch.Tensor:
     """Sequence by sequence, token by token; ``chunk_size`` is ignored. See ``torch_chunked.chunked``."""
     out = torch.zeros(v.shape, dtype=torch.float32)
     first = 0
-    for slot, position, length in zip(slots, starts, lengths, strict=True):
+    for r, (slot, position, length) in enumerate(zip(slots, starts, lengths, strict=True)):
+        wanted = {split.position: split.slot for split in kept[r]} if kept else {}
         for h in range(q.shape[1]):
             memory = _initial(state, slot, position, h)
             for t in range(first, first + length):
                 memory = _decayed_delta(memory, k[t, h], v[t, h], g[t, h], beta[t, h])
                 out[t, h] = _read(memory, q[t, h])
+                end = position + t - first + 1
+                if end in wanted:
+                    state[wanted[end], end % state.shape[1], h] = memory
             state[slot, (position + length) % state.shape[1], h] = memory
         first += length
     return out.to(v.dtype)
@@ -140,6 +150,7 @@ def mixed_step(
     starts: Sequence[int],
     lengths: Sequence[int],
     decodes: int,
+    kept: Kept = (),
 ) -> torch.Tensor:
     """The parts above in fp32; a decode of n tokens leaves n states. See ``mixed.mixed_step``."""
     T, H, D = sum(lengths), A_log.numel(), expand.shape[2]
@@ -165,6 +176,7 @@ def mixed_step(
                 slots=[host_slots[r]],
                 starts=[starts[r]],
                 lengths=[length],
+                kept=kept[r : r + 1],
             )
         first += length
     normed = gated_rms_norm(mixed, output_gate.view(T, H, D), norm_weight, eps=norm_eps)

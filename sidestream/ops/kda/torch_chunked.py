@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sidestream.ops.kda.kept_states import Kept, by_sequence, row_of, runs_of
 from sidestream.ops.kda.torch_impl import L2_EPS
 from sidestream.ops.norm.torch_impl import inverse_l2
 
@@ -41,6 +42,9 @@ class _Layout:
         active: sequences that have a chunk c, for each c; never growing.
         rows: [T] int64 padded row of each token, None if tokens stand there already.
         total: chunks of all sequences.
+        kept: chunks whose first state, which the one before leaves, is kept.
+        kept_rows: of the states, one for each of them.
+        kept_ends: (rank, row of the states) where the last state of a sequence is kept.
     """
 
     size: int
@@ -48,6 +52,9 @@ class _Layout:
     active: tuple[int, ...]
     rows: torch.Tensor | None
     total: int
+    kept: tuple[int, ...]
+    kept_rows: tuple[int, ...]
+    kept_ends: tuple[tuple[int, int], ...]
 
 
 def chunked(
@@ -61,6 +68,7 @@ def chunked(
     slots: Sequence[int],
     starts: Sequence[int],
     lengths: Sequence[int],
+    kept: Kept = (),
     chunk_size: int = 64,
 ) -> torch.Tensor:
     """Prefill chunks of several sequences, flat one behind the other.
@@ -75,15 +83,17 @@ def chunked(
         slots: distinct.
         starts: position of each sequence's first token here.
         lengths: >= 1 each, T together.
-        chunk_size: a power of two; shorter sequences use smaller chunks.
+        kept: states that each sequence leaves on its way, in order: what it knows before a position of its chunk, or
+            before the one behind it, goes to version ``position % versions`` of a slot that no sequence here has.
+        chunk_size: a power of two; shorter sequences use smaller chunks, and a kept state ends one.
     Returns:
         [T, H, V] in ``v.dtype``.
     """
     T, H, K = q.shape
     assert sum(lengths) == T, f"lengths {list(lengths)} are {sum(lengths)} tokens, not {T}"
     assert chunk_size & (chunk_size - 1) == 0, f"chunk_size {chunk_size} is not a power of two"
-    layout = _lay_out(lengths, chunk_size, q.device)
     versions = state.shape[1]
+    layout = _lay_out(starts, lengths, by_sequence(kept, len(lengths)), chunk_size, versions, q.device)
     continuing = [rank for rank, r in enumerate(layout.ranks) if starts[r] > 0]
     read = [slots[layout.ranks[rank]] * versions + starts[layout.ranks[rank]] % versions for rank in continuing]
     write = [slots[r] * versions + (starts[r] + lengths[r]) % versions for r in layout.ranks]
@@ -98,7 +108,10 @@ def chunked(
         parts = [slice(h, min(h + group, H)) for h in range(0, H, group)]
         runs = [_run(q[:, h], k[:, h], v[:, h], g[:, h], beta[:, h], initial[:, h], layout) for h in parts]
         out, final = torch.cat([run[0] for run in runs], dim=1), torch.cat([run[1] for run in runs], dim=1)
-    memory.index_copy_(0, _indices(write, q.device), final)
+    memory.index_copy_(0, _indices([*write, *layout.kept_rows], q.device), final)
+    if layout.kept_ends:
+        ranks, rows = zip(*layout.kept_ends, strict=True)
+        memory.index_copy_(0, _indices(rows, q.device), final.index_select(0, _indices(ranks, q.device)))
     return out.to(v.dtype)
 
 
@@ -106,21 +119,49 @@ def _indices(values: Sequence[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
-def _lay_out(lengths: Sequence[int], chunk_size: int, device: torch.device) -> _Layout:
-    size = min(chunk_size, 1 << (max(lengths) - 1).bit_length())
-    chunks = [-(-length // size) for length in lengths]
+def _lay_out(
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    kept: Kept,
+    chunk_size: int,
+    versions: int,
+    device: torch.device,
+) -> _Layout:
+    runs = [runs_of(*sequence) for sequence in zip(starts, lengths, kept, strict=True)]
+    longest = max(tokens for own in runs for _, tokens, _ in own)
+    size = min(chunk_size, 1 << (longest - 1).bit_length())
+    begins = [[at for first, tokens, _ in own for at in range(first, first + tokens, size)] for own in runs]
+    chunks = [len(own) for own in begins]
     ranks = sorted(range(len(lengths)), key=lambda r: -chunks[r])
     active = [sum(count > c for count in chunks) for c in range(max(chunks))]
-    total = sum(chunks)
-    if len(lengths) == 1 and lengths[0] % size == 0:
-        return _Layout(size, tuple(ranks), tuple(active), None, total)
-    first = np.cumsum([0, *active[:-1]])
-    rank_of = np.argsort(ranks)
+    first_of = np.cumsum([0, *active[:-1]])
+    rank_of = {r: rank for rank, r in enumerate(ranks)}
+    inside: list[tuple[int, int]] = []
+    ends: list[tuple[int, int]] = []
+    for r, own in enumerate(runs):
+        for first, tokens, split in own:
+            if split is not None and first + tokens < lengths[r]:
+                chunk = first_of[begins[r].index(first + tokens)] + rank_of[r]
+                inside.append((int(chunk), row_of(split, versions)))
+            elif split is not None:
+                ends.append((rank_of[r], row_of(split, versions)))
     parts = []
     for r, length in enumerate(lengths):
-        token = np.arange(length)
-        parts.append((first[token // size] + rank_of[r]) * size + token % size)
-    return _Layout(size, tuple(ranks), tuple(active), torch.from_numpy(np.concatenate(parts)).to(device), total)
+        begin = np.array(begins[r])
+        number = np.repeat(np.arange(len(begin)), np.diff(begin, append=length))
+        parts.append((first_of[number] + rank_of[r]) * size + np.arange(length) - begin[number])
+    total = sum(chunks)
+    full = len(lengths) == 1 and total * size == lengths[0]
+    return _Layout(
+        size=size,
+        ranks=tuple(ranks),
+        active=tuple(active),
+        rows=None if full else torch.from_numpy(np.concatenate(parts)).to(device),
+        total=total,
+        kept=tuple(chunk for chunk, _ in inside),
+        kept_rows=tuple(row for _, row in inside),
+        kept_ends=tuple(ends),
+    )
 
 
 def _run(
@@ -132,7 +173,8 @@ def _run(
     initial: torch.Tensor,
     layout: _Layout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [T, H, V] fp32, final states [R, H, K, V] in order of rank) of some heads; ``initial`` as the latter."""
+    """(out [T, H, V] fp32, states [R + S, H, K, V]) of some heads: the last ones in order of rank, then those that are
+    kept. ``initial`` [R, H, K, V] in order of rank."""
     H, K = q.shape[1:]
     V = v.shape[2]
     N, C = layout.total, layout.size
@@ -154,6 +196,8 @@ def _run(
     turned.diagonal(dim1=1, dim2=2).add_(reach[:, -1])
 
     before, final = _scan(added.view(N, H, K, V), turned.view(N, H, K, K), initial, layout)
+    if layout.kept:
+        final = torch.cat((final, before.index_select(0, _indices(layout.kept, q.device))))
     before = before.view(N * H, K, V)
     written = torch.baddbmm(written[:, :, :V], written[:, :, V:], before, alpha=-1)
     out = torch.bmm(query * reach, before).baddbmm_(scores[:, :, 1], written).mul_(K**-0.5)

@@ -26,7 +26,8 @@ def short_conv(x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, *, pl
 
     Args:
         x: [T, C], strides are free.
-        state: [rows, C], flat ring rows; takes the plan's ``keep_tokens`` of ``x`` after it was read.
+        state: [rows, C], flat ring rows; takes the plan's ``keep_tokens`` of ``x`` after it was read and its copies
+            were made.
         weight: [C, w], the last tap is the token itself.
         plan: of this step, window w.
     Returns:
@@ -48,9 +49,16 @@ def short_conv(x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, *, pl
         for first in range(0, T, CONV_BLOCK):
             block = slice(first, first + CONV_BLOCK)
             out[block] = _convolve(source, taps, plan.window_rows[block])
-    kept = x if plan.keep_tokens.shape[0] == T else x.index_select(0, plan.keep_tokens)
+    copy_carried(state, plan)
+    kept = x if plan.keeps_all else x.index_select(0, plan.keep_tokens)
     state.index_copy_(0, plan.keep_rows, kept.to(state.dtype))
     return F.silu(out, inplace=True).to(x.dtype)
+
+
+def copy_carried(state: torch.Tensor, plan: RingPlan) -> None:
+    """The plan's copies within the ring rows [rows, C]: few steps have any."""
+    if plan.copy_from is not None and plan.copy_to is not None:
+        state.index_copy_(0, plan.copy_to, state.index_select(0, plan.copy_from))
 
 
 def _short_conv_numpy(x: torch.Tensor, state: torch.Tensor, taps: torch.Tensor, plan: RingPlan) -> torch.Tensor:
@@ -65,8 +73,8 @@ def _short_conv_numpy(x: torch.Tensor, state: torch.Tensor, taps: torch.Tensor, 
     np.multiply(windows, taps.numpy(), windows)
     out = torch.empty(T, C)
     np.add.reduce(windows, axis=1, out=out.numpy())
-    keep = plan.keep_tokens
-    ring[plan.keep_rows.numpy()] = tokens if keep.shape[0] == T else tokens[keep.numpy()]
+    copy_carried(state, plan)
+    ring[plan.keep_rows.numpy()] = tokens if plan.keeps_all else tokens[plan.keep_tokens.numpy()]
     return out
 
 

@@ -22,6 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sidestream.core.batch import Split
+from sidestream.ops.kda.kept_states import Kept, by_sequence, row_of, runs_of
 from sidestream.ops.kda.torch_impl import ForgetGate
 from sidestream.ops.kda.triton_conv import log_decay
 
@@ -49,23 +51,38 @@ class Launch:
 
 @lru_cache(maxsize=16)
 def _tables(
-    slots: tuple[int, ...], starts: tuple[int, ...], lengths: tuple[int, ...], versions: int, device: torch.device
+    slots: tuple[int, ...],
+    starts: tuple[int, ...],
+    lengths: tuple[int, ...],
+    kept: tuple[tuple[Split, ...], ...],
+    versions: int,
+    device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 on the device. All layers of a step ask for the same, once for each of its rounds.
+    """int64 on the device. All layers of a step ask for the same.
 
     Returns:
-        chunks [N, 2]: first token, tokens; sequences [R, 6]: first chunk, chunks, row of the states [slots * versions]
-        that is read or -1, row written, first token, tokens.
+        chunks [N, 3]: first token, tokens, row of the states [slots * versions] that the state behind it goes to as
+        well, or -1; sequences [R, 4]: first chunk, chunks, row of the states that is read or -1, row written.
     """
     length, start, slot = (np.array(x, dtype=np.int64) for x in (lengths, starts, slots))
-    counts = -(-length // CHUNK)
     first = np.cumsum(length) - length
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    tokens = np.minimum(np.repeat(length, counts) - within * CHUNK, CHUNK)
-    chunks = np.stack([np.repeat(first, counts) + within * CHUNK, tokens], axis=1)
+    runs = [
+        (*run, r) for r, sequence in enumerate(zip(starts, lengths, kept, strict=True)) for run in runs_of(*sequence)
+    ]
+    owner = np.array([r for *_, r in runs])
+    begin, tokens = np.array([(at, count) for at, count, *_ in runs], dtype=np.int64).T
+    leaves = np.array([-1 if split is None else row_of(split, versions) for _, _, split, _ in runs], dtype=np.int64)
+    counts = -(-tokens // CHUNK)  # of each run
+    ends = np.cumsum(counts)
+    within = (np.arange(ends[-1]) - np.repeat(ends - counts, counts)) * CHUNK
+    chunks = np.full((ends[-1], 3), -1, dtype=np.int64)
+    chunks[:, 0] = np.repeat(first[owner] + begin, counts) + within
+    chunks[:, 1] = np.minimum(np.repeat(tokens, counts) - within, CHUNK)
+    chunks[ends - 1, 2] = leaves
     before = np.where(start > 0, slot * versions + start % versions, -1)
     after = slot * versions + (start + length) % versions
-    sequences = np.stack([np.cumsum(counts) - counts, counts, before, after, first, length], axis=1)
+    own = np.bincount(owner, weights=counts).astype(np.int64)
+    sequences = np.stack([np.cumsum(own) - own, own, before, after], axis=1)
     return torch.from_numpy(chunks).to(device), torch.from_numpy(sequences).to(device)
 
 
@@ -81,6 +98,7 @@ def chunked(
     slots: Sequence[int],
     starts: Sequence[int],
     lengths: Sequence[int],
+    kept: Kept = (),
     launch: Launch | None = None,
 ) -> torch.Tensor:
     """Chunks of several sequences, flat one behind the other, as ``torch_chunked.chunked``.
@@ -95,7 +113,8 @@ def chunked(
     _, H, K = q.shape
     V = v.shape[2]
     launch = launch or Launch()
-    chunks, sequences = _tables(tuple(slots), tuple(starts), tuple(lengths), state.shape[1], q.device)
+    leaves = tuple(tuple(splits) for splits in by_sequence(kept, len(lengths)))
+    chunks, sequences = _tables(tuple(slots), tuple(starts), tuple(lengths), leaves, state.shape[1], q.device)
     out, N = torch.empty_like(v), chunks.shape[0]
     a_head = N * (CHUNK * (3 * K + V + CHUNK) * q.element_size() + 4 * (CHUNK + 1) * K)
     group = max(1, min(H, MAX_BYTES // a_head))
@@ -146,6 +165,7 @@ def chunked(
             total,
             state,
             out,
+            chunks,
             sequences,
             head,
             H,
@@ -206,8 +226,8 @@ def _within(
     h = head + tl.program_id(0)
     tile = n * group + tl.program_id(0)
     i = tl.arange(0, C)
-    token = tl.load(chunks + 2 * n) + i
-    real = i < tl.load(chunks + 2 * n + 1)
+    token = tl.load(chunks + 3 * n) + i
+    real = i < tl.load(chunks + 3 * n + 1)
     shown = real[:, None]
     row = (token * H + h)[:, None]
     gain = tl.load(beta + token * beta_row + h, mask=real, other=0.0).to(tl.float32)
@@ -281,6 +301,7 @@ def _carry(
     total: tl.tensor,
     state: tl.tensor,
     out: tl.tensor,
+    chunks: tl.tensor,
     sequences: tl.tensor,
     head: tl.tensor,
     H: tl.tensor,
@@ -292,12 +313,11 @@ def _carry(
     STAGES: tl.constexpr,
     NARROW: tl.constexpr,
 ) -> None:
-    """Some columns of one head's state, from the first chunk of a sequence to its last."""
+    """Some columns of one head's state, from the first chunk of a sequence to its last; written wherever it is kept."""
     h = head + tl.program_id(1)
-    sequence = sequences + tl.program_id(2) * 6
+    sequence = sequences + tl.program_id(2) * 4
     chunk, count = tl.load(sequence), tl.load(sequence + 1)
     before, after = tl.load(sequence + 2), tl.load(sequence + 3)
-    token, length = tl.load(sequence + 4), tl.load(sequence + 5)
     i = tl.arange(0, C)
     channel = tl.arange(0, K)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -316,7 +336,11 @@ def _carry(
         written = added.to(tl.float32) - _product(turned, memory, NARROW)
         mixed = _product(query, memory, NARROW) + _product(score, written, NARROW)
         memory = memory * kept[:, None] + _product(key, written, NARROW)
-        here = c * C + i
-        place = ((token + here) * H + h)[:, None] * V + column[None, :]
-        tl.store(out + place, (mixed * K**-0.5).to(out.dtype.element_ty), mask=(here < length)[:, None])
+        entry = chunks + (chunk + c) * 3
+        place = ((tl.load(entry) + i) * H + h)[:, None] * V + column[None, :]
+        real = i < tl.load(entry + 1)
+        tl.store(out + place, (mixed * K**-0.5).to(out.dtype.element_ty), mask=real[:, None])
+        leaves = tl.load(entry + 2)
+        if leaves >= 0:
+            tl.store(state + (leaves * H + h) * (K * V) + square, memory)
     tl.store(state + (after * H + h) * (K * V) + square, memory)

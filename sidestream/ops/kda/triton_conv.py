@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from sidestream.core.ring import RingPlan
-from sidestream.ops.kda.torch_impl import L2_EPS
+from sidestream.ops.kda.torch_impl import L2_EPS, copy_carried
 
 CHANNELS = 1024
 """Of one token that a program gates or keeps; half as many are convolved, of several tokens."""
@@ -62,7 +62,7 @@ def _launch(
     tokens: int,
     unit: int,
 ) -> None:
-    """Convolve tokens from ``first`` on, then keep from the plan's entry ``kept`` on."""
+    """Convolve tokens from ``first`` on, make the plan's copies, then keep from its entry ``kept`` on."""
     C = x.shape[1]
     planes = 3 if unit else 1
     if tokens > first:
@@ -89,6 +89,7 @@ def _launch(
             UNIT=unit,
             num_warps=8 if unit else 4,
         )
+    copy_carried(state, plan)
     entries = plan.keep_tokens.shape[0] - kept
     if entries > 0:
         grid = (entries, triton.cdiv(C, CHANNELS))

@@ -14,6 +14,7 @@ import torch
 from sidestream.core.padding import true_rows
 from sidestream.core.ring import RingPlan
 from sidestream.ops.kda import triton_chunked, triton_conv, triton_decode, triton_recurrent
+from sidestream.ops.kda.kept_states import Kept
 from sidestream.ops.kda.torch_impl import ForgetGate
 from sidestream.ops.norm import gated_rms_norm
 
@@ -44,6 +45,7 @@ def mixed_step(
     starts: Sequence[int],
     lengths: Sequence[int],
     decodes: int,
+    kept: Kept = (),
 ) -> torch.Tensor:
     """As ``mixed.mixed_step``; for what ``takes`` allows. Decodes of one token are those of a decode step."""
     T, heads, dim = sum(lengths), A_log.numel(), expand.shape[2]
@@ -102,6 +104,7 @@ def mixed_step(
                     slots=host_slots[decodes:],
                     starts=starts[decodes:],
                     lengths=lengths[decodes:],
+                    kept=kept[decodes:],
                 )
             )
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)

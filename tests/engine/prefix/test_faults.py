@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from sidestream.cache.prefix_cache import PrefixCache
 from sidestream.cache.prefix_tree import PrefixNode
 from sidestream.core.batch import SlotCopy
+from sidestream.core.ring import RingPlan
 from sidestream.layers import kda
 from tests.engine.prefix.serving import Served, Serving
 from tests.engine.prefix.test_prompts import SUFFIX, Model, P
@@ -34,15 +34,15 @@ def state_of_the_chunks_end(patch: pytest.MonkeyPatch, serving: Serving) -> None
     patch.setattr(prefixes, "computed", computed)
 
 
-def half_a_state(patch: pytest.MonkeyPatch, serving: Serving) -> None:
+def states_without_rings(patch: pytest.MonkeyPatch, serving: Serving) -> None:
     """Within a chunk the inputs of the convolution are not kept."""
-    real = kda.copy_slots
+    patch.setattr(RingPlan, "with_kept", lambda self, *args: self)
 
-    def copy_slots(target: torch.Tensor, source: torch.Tensor, **kw: Any) -> None:
-        if target.dim() > 3:
-            real(target, source, **kw)
 
-    patch.setattr(kda, "copy_slots", copy_slots)
+def rings_without_states(patch: pytest.MonkeyPatch, serving: Serving) -> None:
+    """Within a chunk the inputs of the convolution are all that is kept."""
+    real = kda.mixed_step
+    patch.setattr(kda, "mixed_step", lambda *args, **kw: real(*args, **(kw | {"kept": ()})))
 
 
 def blocks_of_equal_tokens_behind_other_prefixes(patch: pytest.MonkeyPatch, serving: Serving) -> None:
@@ -80,7 +80,8 @@ def a_hit_without_its_state(patch: pytest.MonkeyPatch, serving: Serving) -> None
 FAULTS: tuple[tuple[Callable[[pytest.MonkeyPatch, Serving], None], str], ...] = (
     (no_copies, "position|behind the best|not finite"),
     (state_of_the_chunks_end, "position|behind the best"),
-    (half_a_state, "position|behind the best|not finite"),
+    (states_without_rings, "position|behind the best|not finite"),
+    (rings_without_states, "position|behind the best|not finite"),
     (blocks_of_equal_tokens_behind_other_prefixes, "of a path has depth"),
     (a_hit_without_its_state, "position|behind the best|not finite"),
 )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from sidestream.attention.state_rounds import plan_rounds
+from sidestream.attention.step_inputs import StepInputsBuilder
 from sidestream.config.engine import EngineConfig
-from sidestream.core.batch import MAX_SPLITS, Chunk, SlotCopy, Split
+from sidestream.core.batch import Chunk, Split
 from sidestream.engine.build import BuiltEngine, build_engine
 from sidestream.engine.largest_steps import largest_steps
 from sidestream.engine.scratch_steps import run_step
@@ -64,7 +66,7 @@ def state(built: BuiltEngine, slot: int) -> list[torch.Tensor]:
 
 
 def test_states_inside_chunks_are_those_of_chunks_that_end_there(folder: Path) -> None:
-    """A decode and two prompts, one of them going on, each with two states kept: rows of a round lie apart."""
+    """A decode and two prompts, one of them going on, each with two states kept."""
     whole, parts = open_engine(folder), open_engine(folder)
     for built in (whole, parts):
         run(built, [chunk(3, 0, 39, first_block=1)])
@@ -101,57 +103,65 @@ def test_states_inside_chunks_are_those_of_chunks_that_end_there(folder: Path) -
         assert all(bool(part.isnan().all()) for part in state(whole, slot)), f"slot {slot} was written"
 
 
-def test_rounds_cover_each_row_once_in_order() -> None:
-    chunks = [
-        chunk(3, 39, 1, first_block=1, decode=True),
-        chunk(1, 0, 150, first_block=20, splits=(Split(48, KEPT[0]), Split(128, KEPT[1]))),
-        chunk(2, 20, 80, first_block=10, splits=(Split(32, KEPT[2]),)),
-        chunk(4, 0, 5, first_block=40),
-    ]
-    rounds = plan_rounds(chunks, window=4, ring_length=3)
-    assert [r.lengths for r in rounds] == [(1, 48, 12, 5), (80, 68), (22,)]
-    assert [r.num_decode for r in rounds] == [1, 0, 0]
-    assert [r.starts.tolist() for r in rounds] == [[39, 0, 20, 0], [48, 32], [128]]
-    assert [r.kept for r in rounds] == [
-        (SlotCopy(1, KEPT[0]), SlotCopy(2, KEPT[2])),
-        (SlotCopy(1, KEPT[1]),),
-        (),
-    ]
-    rows = [np.arange(r.first, r.first + sum(r.lengths)) if r.rows is None else r.rows for r in rounds]
-    assert rounds[2].rows is None, "one piece alone needs no row numbers"
-    assert sorted(np.concatenate(rows).tolist()) == list(range(236))
-    assert plan_rounds([chunks[0], chunks[3]], window=4, ring_length=3) == []
-    with pytest.raises(AssertionError, match="not inside their chunks"):
-        plan_rounds([chunk(1, 0, 32, first_block=1, splits=(Split(32, 9),))], window=4, ring_length=3)
+def test_inputs_say_what_is_kept_and_the_indexer_keeps_nothing() -> None:
+    """Of one sequence, whose first token goes to a ring beside two that an earlier step left. Four tokens are a pool,
+    too; its ring is that of a step without."""
+    builder = StepInputsBuilder(block_size=BLOCK, conv_size=4, kpool=4, rollback=0)
+    splits = (Split(32, KEPT[0]), Split(48, KEPT[1]))
+    chunks = [chunk(3, 39, 1, first_block=1, decode=True), chunk(1, 31, 30, first_block=20, splits=splits)]
+    made = builder.build(chunks, [5] * 31)
+    plain = builder.build([chunks[0], replace(chunks[1], splits=())], [5] * 31)
+    assert made.kept == ((), splits)
+    assert plain.kept == ()
+    assert made.conv is not None
+    assert plain.conv is not None
+    assert made.pools is not None
+    assert made.pools.ring.keep_rows.tolist() == plain.conv.keep_rows.tolist()
+    assert made.pools.ring.copy_to is None
+    rows = made.conv.keep_rows.tolist()
+    assert rows[:4] == plain.conv.keep_rows.tolist()
+    first, second = 3 * KEPT[0], 3 * KEPT[1]
+    assert dict(zip(rows[4:], made.conv.keep_tokens.tolist()[4:], strict=True)) == {
+        first + 31 % 3: 1,
+        second + 45 % 3: 15,
+        second + 46 % 3: 16,
+        second + 47 % 3: 17,
+    }
+    assert made.conv.copy_from is not None
+    assert made.conv.copy_to is not None
+    assert made.conv.copy_from.tolist() == [3 + 29 % 3, 3 + 30 % 3]
+    assert made.conv.copy_to.tolist() == [first + 29 % 3, first + 30 % 3]
+    with pytest.raises(AssertionError, match="a decode keeps no state"):
+        builder.build([replace(chunks[0], splits=(Split(40, 9),))], [5])
 
 
-def test_the_upload_has_room_for_as_many_pieces_as_there_can_be(folder: Path) -> None:
-    """Eight tokens a sequence, each cut wherever it can be, with blocks of one token."""
-    built = open_engine(folder)
-    builder = built.runner._builder
-    count = 30
-    chunks = [
-        Chunk(str(i), 0, 8, (1,), 1 + i, False, False, tuple(Split(1 + s, 99) for s in range(MAX_SPLITS)))
-        for i in range(count)
-    ]
+@pytest.mark.parametrize(("block", "start"), [(1, 3), (16, 0)])
+def test_the_upload_has_room_for_as_many_states_as_there_can_be(block: int, start: int) -> None:
+    """Behind each block of every chunk; with blocks of one token from position 3 on, the first ones need copies."""
+    length, count, window = 2 * block + 6, 30, 4
+    builder = StepInputsBuilder(block_size=block, conv_size=window, kpool=1, rollback=0, max_blocks=9)
+    places = [p for p in range(start + 1, start + length + 1) if p % block == 0]
+    splits = tuple(Split(place, 99) for place in places)
+    blocks = tuple(range(1, 2 + (start + length - 1) // block))
+    chunks = [Chunk(str(i), start, length, blocks, 1 + i, False, False, splits) for i in range(count)]
     placed: list[int] = []
 
-    def place(arrays: list[np.ndarray]) -> list[torch.Tensor]:
+    def place_and_count(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         placed.append(sum(-(-array.size // 2) * 2 for array in arrays))
         return [torch.from_numpy(array) for array in arrays]
 
-    object.__setattr__(builder, "place", place)
-    builder.build(chunks, [5] * (8 * count))
-    assert placed[0] <= builder.upload_elements(max_seqs=count, max_tokens=8 * count)
+    made = replace(builder, place=place_and_count).build(chunks, [5] * (length * count))
+    assert (made.conv is not None and made.conv.copy_to is not None) == (start > 0)
+    assert placed[0] <= builder.upload_elements(max_seqs=count, max_tokens=length * count)
 
 
 def test_scratch_steps_with_splits_run_and_touch_scratch_alone(folder: Path) -> None:
-    """What start-up runs to see how much memory split chunks take, rows that lie apart included."""
+    """What start-up runs to see how much memory chunks take that leave a state behind each of their blocks."""
     settings = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "block_size": BLOCK, "num_blocks": 60}
     built = build_engine(folder, EngineConfig(memory_limit="2GiB", max_num_batched_tokens=80, **settings))
     built.pools.poison()
     steps = [step for step in largest_steps(built.config, longest=200) if step[0].splits]
-    assert {len(step) for step in steps} == {1, 2}
+    assert [len(chunk.splits) for step in steps for chunk in step] == [5]
     for step in steps:
         run_step(built.runner, step, vocab_size=built.config.model.vocab_size)
     for slot in range(1, built.pools.num_slots):

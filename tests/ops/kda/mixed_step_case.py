@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import torch
 
+from sidestream.core.batch import Split
 from sidestream.core.ring import plan_ring
 from tests.ops.operator_case import map_tensors
 
@@ -23,15 +25,21 @@ def mixed_step_case(
     padding: int = 0,
     versions: int = 1,
     rollback: int = 0,
+    kept: Sequence[Sequence[int]] = (),
     lower_bound: float | None = -5.0,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Slots in descending order; ``padding`` rows of NaN behind the sequences'."""
+    """Slots in descending order; ``padding`` rows of NaN behind the sequences'. States kept at positions ``kept`` of each
+    sequence go to slots from ``len(starts) + 2`` on."""
     tokens, width, length = sum(lengths), heads * dim, WINDOW - 1 + rollback
     slots = [len(starts) - r for r in range(len(starts))]
-    state = torch.full((len(starts) + 2, versions, heads, dim, dim), torch.nan)
-    ring = torch.full((len(starts) + 2, length, 3 * width), torch.nan)
+    free = count(len(starts) + 2)
+    splits = tuple(tuple(Split(position, next(free)) for position in positions) for positions in kept)
+    num_slots = next(free)
+    plan = plan_ring(starts, lengths, slots, window=WINDOW, ring_length=length)
+    state = torch.full((num_slots, versions, heads, dim, dim), torch.nan)
+    ring = torch.full((num_slots, length, 3 * width), torch.nan)
     for slot, start in zip(slots, starts, strict=True):
         if start:
             state[slot, start % versions] = torch.randn(heads, dim, dim) * 0.3
@@ -44,7 +52,7 @@ def mixed_step_case(
         "conv_state": ring.view(-1, 3 * width).to(dtype),
         "state": state,
         "conv_weight": torch.randn(WINDOW, 3 * width).mul(0.5).t(),
-        "plan": plan_ring(starts, lengths, slots, window=WINDOW, ring_length=length),
+        "plan": plan.with_kept(starts, lengths, slots, splits) if splits else plan,
         "expand": torch.randn(2, width, dim).div(dim**0.5).to(dtype),
         "dt_bias": torch.randn(width),
         "A_log": torch.rand(heads) * 1.5 - 1,
@@ -55,4 +63,5 @@ def mixed_step_case(
         "start": torch.tensor(list(starts)),
     }
     moved = map_tensors(arguments, lambda tensor: tensor.to(device))
-    return {**moved, "host_slots": slots, "starts": list(starts), "lengths": list(lengths), "decodes": decodes}
+    host = {"host_slots": slots, "starts": list(starts), "lengths": list(lengths)}
+    return {**moved, **host, "decodes": decodes, "kept": splits}

@@ -65,14 +65,14 @@ def test_decodes_have_the_bits_of_a_decode_step() -> None:
     plan = plan_ring([7, 2], [1, 1], alone["host_slots"][:2], window=4, ring_length=3)
     alone["plan"] = plan.moved([tensor.to(DEVICE) for tensor in plan.tensors])
     alone |= {name: alone[name][:2] for name in ("projected", "slots", "start")}
-    for name in ("host_slots", "starts", "lengths", "decodes"):
+    for name in ("host_slots", "starts", "lengths", "decodes", "kept"):
         del alone[name]
     assert torch.equal(triton_decode.decode_step(**alone), got)
 
 
 @pytest.mark.parametrize("function", [mixed.mixed_step, triton_mixed.mixed_step], ids=["torch", "triton"])
 def test_rows_may_lie_within_a_larger_tensor(function: Any) -> None:
-    """As those of a round of a split step do: the same bits as on their own, and nothing beside them is read."""
+    """The same bits as on their own, and nothing beside them is read."""
     case = mixed_step_case([7, 0, 5], [1, 6, 3], 2, 16, decodes=1)
     alone, within = (map_tensors(case, lambda tensor: tensor.clone().to(DEVICE)) for _ in range(2))
     beside = torch.full_like(within["projected"][:3], torch.nan)
