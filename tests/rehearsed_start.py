@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 64,
     "max_capture_tokens": 8,
-    "max_model_len": 512,
+    "max_model_len": 32768,
     "memory_limit": "100GiB",
 }
 
@@ -70,20 +70,21 @@ def differences(kernels: list[Kernel], launched: dict[tuple[str, str], str]) -> 
 
 
 def service(count: int, *, sequences: int, tokens: int, longest: int, block_size: int) -> Iterator[Step]:
-    """Steps as requests of all kinds would make them: decodes, and chunks of prompts, at any context."""
+    """Steps as requests of all kinds would make them: decodes, and chunks of prompts, at contexts of all sizes."""
     draw = random.Random(11)
 
     def chunk(length: int, *, decode: bool) -> Chunk:
-        start = draw.randrange(1 if decode else 0, longest - length + 1)
+        start = draw.randrange(int(decode), context - length + 1)
         return scratch_chunk(block_size, draw.choice((start, start, int(decode))), length, decode=decode)
 
     for _ in range(count):
+        context = max(int(2 ** draw.uniform(0, math.log2(longest))), 2)  # the most of this step's sequences
         decodes = draw.choice((0, 1, draw.randint(0, sequences), sequences))
         step = [chunk(1, decode=True) for _ in range(decodes)]
         room = tokens - decodes
         for _ in range(draw.randint(0 if decodes else 1, max(sequences - decodes, 0 if decodes else 1))):
             if room > 0:
-                length = min(room, longest - 1, int(2 ** draw.uniform(0, math.log2(tokens + 1))))
+                length = min(room, context - 1, int(2 ** draw.uniform(0, math.log2(tokens + 1))))
                 step.append(chunk(max(length, 1), decode=False))
                 room -= max(length, 1)
         yield step, draw.choice(SAMPLINGS)

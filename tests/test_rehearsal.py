@@ -16,11 +16,16 @@ CONFIG = ROOT / "sidestream" / "assets" / "glm5-next-tiny" / "config.json"
 
 
 @pytest.fixture(scope="module")
-def start() -> dict[str, Any]:
-    """Of the bundled model with graphs, and 60 steps of service behind it."""
+def start(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of the bundled model with graphs, and 60 steps of service behind it. It selects as many rows as published models,
+    so that contexts of some length are selected from as theirs are."""
+    config = json.loads(CONFIG.read_text())
+    config["text_config"]["index_topk"] = 2048
+    path = tmp_path_factory.mktemp("config") / "config.json"
+    path.write_text(json.dumps(config))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "tests.rehearsed_start", str(CONFIG)]
+    command = [sys.executable, "-m", "tests.rehearsed_start", str(path)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)  # type: ignore[no-any-return]
@@ -46,4 +51,4 @@ def test_nothing_is_compiled_again_for_how_pointers_lie_or_whether_rows_are_padd
     most = {"_select_kernel": 4, "_pick_kernel": 1, "_choose": 3, "_map_kernel": 1, "_finish": 4, "attend": 3}
     for name, count in most.items():
         assert start["counts"].get(name, 0) <= count, name
-    assert sum(start["counts"].values()) <= 65
+    assert sum(start["counts"].values()) <= 70

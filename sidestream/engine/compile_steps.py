@@ -41,6 +41,7 @@ def compile_steps(config: ResolvedConfig, *, longest: int) -> Iterator[tuple[tup
         for number, tokens in enumerate(size for size in counts if size <= most)
         for batch in _mixes(config, tokens, longest, end=max(ends[number % 2], min(tokens, longest)))
     ]
+    batches += list(_contexts(config, longest))
     batches += list(_decodes(config, longest))
     for number, batch in enumerate(batches):
         yield batch, SAMPLINGS[number % len(SAMPLINGS)]
@@ -79,6 +80,20 @@ def _mixes(config: ResolvedConfig, tokens: int, longest: int, *, end: int) -> It
         several = min(sequences, 3, tokens)
         if several > 1:
             yield split(several, tokens, deep=True)
+
+
+def _contexts(config: ResolvedConfig, longest: int) -> Iterator[tuple[Chunk, ...]]:
+    """A decode and a few tokens of a prompt with every class of context behind them: how rows are selected from follows
+    from the longest context of a step."""
+    few = min(4, config.max_num_batched_tokens - 1, longest - 1)
+    if few < 1 or config.max_num_seqs < 2:
+        return
+    end = config.block_size
+    while end < 2 * longest:
+        context = max(min(end, longest), few + 1)
+        decode = scratch_chunk(config.block_size, context - 1, 1, decode=True)
+        yield decode, scratch_chunk(config.block_size, context - few, few, decode=False)
+        end *= 2
 
 
 def _decodes(config: ResolvedConfig, longest: int) -> Iterator[tuple[Chunk, ...]]:
