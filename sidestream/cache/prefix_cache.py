@@ -26,7 +26,7 @@ from sidestream.cache.block_pool import BlockPool
 from sidestream.cache.prefix_stats import PrefixStats
 from sidestream.cache.prefix_tree import PrefixNode, PrefixTree, Producer
 from sidestream.cache.snapshots import SnapshotPool
-from sidestream.core.batch import MAX_SPLITS, Split
+from sidestream.core.batch import Split
 from sidestream.core.outputs import CacheReason
 
 FIRST_GUESS_TOKENS = 128
@@ -195,15 +195,6 @@ class PrefixCache:
         if self.snapshots is not None:
             self.snapshots.begin_step()
 
-    def chunk_end(self, sequence: CachedSequence, start: int, end: int) -> int:
-        """Where a prefill chunk should end that could reach ``end``: it can leave ``MAX_SPLITS`` states on its way."""
-        size = self.blocks.block_size
-        first, last = start // size, (end - 1) // size
-        if self.snapshots is None or last - first <= MAX_SPLITS:
-            return end
-        wanted = self._wanted(sequence, first, last)
-        return wanted[MAX_SPLITS].depth * size if len(wanted) > MAX_SPLITS else end
-
     def computed(self, sequence: CachedSequence, end: int, block_ids: Sequence[int], *, decode: bool) -> list[Split]:
         """A step was planned that computes positions up to ``end``: publish what is known of it.
 
@@ -216,8 +207,7 @@ class PrefixCache:
             return []
         size = self.blocks.block_size
         if not decode:
-            taken = [(node, self._take(sequence, node)) for node in self._wanted(sequence, start // size, end // size)]
-            return [Split(node.depth * size, slot) for node, slot in taken if slot is not None]
+            return self._take(sequence, self._wanted(sequence, start // size, end // size))
         if end % size:
             return []
         depth = end // size
@@ -337,19 +327,28 @@ class PrefixCache:
             depths.update(range(first // every * every + every, last + 1, every))
         return [path[depth - 1] for depth in sorted(depths) if path[depth - 1].snapshot is None]
 
-    def _take(self, sequence: CachedSequence, node: PrefixNode) -> int | None:
-        """A slot for the state behind a block of a prompt, kept from now on; None if there is none to be had."""
+    def _take(self, sequence: CachedSequence, wanted: Sequence[PrefixNode]) -> list[Split]:
+        """Slots for the states behind these blocks of a prompt, kept from now on. Where they do not suffice, the first
+        states give way to later ones that somebody will want."""
         assert self.snapshots is not None
-        guess = not self._asked(sequence, node)
-        slot = self.snapshots.take(guess=guess)
-        if not guess or slot is not None:
-            self._count_taken(slot)
-        if slot is not None:
-            assert node.block is not None, f"a state behind block {node.depth}, which is not computed"
-            self.snapshots.keep(slot, node.content, guess=guess)
-            node.snapshot = slot
-            self.stats.snapshots_guessed += guess
-        return slot
+        taken: list[tuple[PrefixNode, int]] = []
+        for node in wanted:
+            guess = not self._asked(sequence, node)
+            slot = self.snapshots.take(guess=guess)
+            if not guess or slot is not None:
+                self._count_taken(slot)
+            if slot is None and taken and not guess:
+                first, given = taken.pop(0)
+                first.snapshot = None
+                self.snapshots.drop(given)
+                slot = self.snapshots.take()
+            if slot is not None:
+                assert node.block is not None, f"a state behind block {node.depth}, which is not computed"
+                self.snapshots.keep(slot, node.content, guess=guess)
+                node.snapshot = slot
+                self.stats.snapshots_guessed += guess
+                taken.append((node, slot))
+        return [Split(node.depth * self.blocks.block_size, slot) for node, slot in taken]
 
     def _count_taken(self, slot: int | None) -> None:
         self.stats.snapshots_taken += slot is not None

@@ -15,10 +15,6 @@ SCRATCH_SLOT = 0
 """State slot of padding rows; never owned by a sequence."""
 
 
-MAX_SPLITS = 7
-"""States that a chunk leaves on its way, at most."""
-
-
 @dataclass(frozen=True, slots=True)
 class Split:
     """The state of linear attention that a sequence has behind ``position`` tokens goes to ``slot``."""
@@ -44,8 +40,7 @@ class Chunk:
     samples: bool
     """The chunk reaches the last known token, so a next token is sampled from its last row."""
     splits: tuple[Split, ...] = ()
-    """States to be kept of positions inside the chunk, which are the ends of blocks, in order; ``MAX_SPLITS`` at
-    most, and none of a decode."""
+    """States to be kept of positions inside the chunk, which are the ends of blocks, in order; none of a decode."""
 
     @property
     def end(self) -> int:

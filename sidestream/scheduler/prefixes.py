@@ -133,14 +133,6 @@ class Prefixes:
                 stats.unused_tokens[hit.reason] += unused
         return Admission(sequence.request_id, hit.num_tokens, hit.reason)
 
-    def chunk(self, sequence: Sequence, most: int) -> int:
-        """Tokens of its next prefill chunk: at most so many, and with no more states on its way than it can leave."""
-        start = sequence.prefill_start
-        end = min(sequence.prefill_target, start + most)
-        if self._cache is not None and sequence.prefix is not None and end > start:
-            end = self._cache.chunk_end(sequence.prefix, start, end)
-        return end - start
-
     def restore(self, sequence: Sequence) -> list[SlotCopy]:
         """What must be copied before its first chunk."""
         if sequence.restore_from is None:

@@ -270,7 +270,7 @@ class Scheduler:
             sizes = [sequence.prefill_start // self.config.block_size for sequence in ordered]
             fitting = within_limit(sizes, ahead=[s.running for s in ordered], limit=limit)
             ordered = [ordered[i] for i in fitting]
-        needs = [self._prefixes.chunk(sequence, budget) for sequence in ordered]
+        needs = [min(sequence.prefill_target - sequence.prefill_start, budget) for sequence in ordered]
         shares = shares_by_turn(needs, budget, quantum=self.config.prefill_quantum)
         return ordered[: len(shares)], shares
 

@@ -112,11 +112,6 @@ class PlainPrefixCache:
         sequence.computed = hit
         sequence.published = hit
 
-    def chunk_end(self, sequence: PlainSequence, end: int) -> int:
-        """Where a prefill chunk that could reach ``end`` stops: it leaves seven states on its way at most."""
-        within = self._wanted(sequence, sequence.computed, end - 1)
-        return within[7] if len(within) > 7 else end
-
     def grow(self, sequence: PlainSequence, end: int) -> bool:
         """Blocks for positions up to ``end``; False if there are too few."""
         missing = -(-end // self.size) - len(sequence.blocks)
@@ -132,7 +127,7 @@ class PlainPrefixCache:
         if self.snapshots is None:
             return []
         if not decode:
-            return [place for place in self._wanted(sequence, start, end) if self._take(sequence, place)]
+            return self._leave(sequence, self._wanted(sequence, start, end))
         if end % self.size:
             return []
         known = end <= len(sequence.tokens)
@@ -218,6 +213,18 @@ class PlainPrefixCache:
         """It should leave a snapshot there when it comes by."""
         fits = self._asked(sequence, end) or (self._is_guess(end) and (self.snapshots or 0) >= 4)
         return fits and bool(self.snapshots) and tuple(sequence.tokens[:end]) not in self.kept
+
+    def _leave(self, sequence: PlainSequence, wanted: list[int]) -> list[int]:
+        """Those of the wanted places that get a snapshot: if there are too few, the last ones that are asked for."""
+        left: list[int] = []
+        for place in wanted:
+            room = self._take(sequence, place)
+            if not room and left and self._asked(sequence, place):
+                self._drop(tuple(sequence.tokens[: left.pop(0)]))
+                room = self._take(sequence, place)
+            if room:
+                left.append(place)
+        return left
 
     def _asked(self, sequence: PlainSequence, end: int) -> bool:
         last = sequence.target // self.size * self.size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -88,9 +89,7 @@ class Both:
                 pair.unread.append(self.rng.randrange(3))
             end = start + 1
             if not decode:
-                most = min(pair.plain.target, start + self.rng.randrange(1, 7))
-                end = self.real.chunk_end(pair.real, start, most)
-                assert end == self.plain.chunk_end(pair.plain, most)
+                end = min(pair.plain.target, start + self.rng.randrange(1, 7))
             if not self.plain.grow(pair.plain, end):
                 self.preempt()
                 continue
@@ -258,21 +257,27 @@ def test_guesses_have_a_quarter_of_the_snapshots_until_they_are_used() -> None:
     assert evicted[-1] == b"g3"
 
 
-def test_a_chunk_leaves_seven_states_on_its_way_and_ends_at_the_eighth() -> None:
-    cache = make_cache(40, snapshots=20, every=1)
-    tokens = list(range(40))
-    sequence = cache.open(tokens, num_prompt=40, salt="")
-    hit = cache.find(sequence, 40)
-    cache.claim(sequence, hit, 40)
-    cache.admit(sequence, hit)
-    blocks = cache.blocks.allocate(20) or []
-    assert cache.chunk_end(sequence, 0, 15) == 15
-    assert cache.chunk_end(sequence, 0, 16) == 16
-    assert cache.chunk_end(sequence, 0, 40) == 16
-    splits = cache.computed(sequence, 16, blocks, decode=False)
-    assert [split.position for split in splits] == [2, 4, 6, 8, 10, 12, 14, 16]
-    assert len({split.slot for split in splits}) == 8
-    assert cache.chunk_end(sequence, 16, 31) == 31
+@pytest.mark.parametrize(("snapshots", "kept"), [(30, range(2, 41, 2)), (6, range(30, 41, 2)), (1, [40])])
+def test_a_chunk_leaves_as_many_states_as_there_are_slots_and_the_last_ones(
+    snapshots: int, kept: Iterable[int]
+) -> None:
+    """Every block asks for one. Of the chunk behind it none is left, as all are being written already."""
+    cache = make_cache(60, snapshots=snapshots, every=1)
+    sequences = []
+    for tokens in (list(range(40)), list(range(100, 140))):
+        sequence = cache.open(tokens, num_prompt=40, salt="")
+        hit = cache.find(sequence, 40)
+        cache.claim(sequence, hit, 40)
+        cache.admit(sequence, hit)
+        splits = cache.computed(sequence, 40, cache.blocks.allocate(20) or [], decode=False)
+        sequences.append((sequence, splits))
+        cache.check_integrity([other for other, _ in sequences])
+    (_, first), (_, second) = sequences
+    assert [split.position for split in first] == list(kept)
+    assert len({split.slot for split in first}) == len(first)
+    assert [split.position for split in second] == list(range(42 - 2 * (snapshots - len(first)), 41, 2))
+    assert cache.stats.snapshots_taken == snapshots
+    assert cache.stats.snapshots_failed == 40 - snapshots
 
 
 def test_a_newer_block_takes_the_place_of_a_free_one_of_equal_content() -> None:
@@ -310,7 +315,6 @@ def test_reasons() -> None:
     cache.claim(first, hit, 7)
     cache.admit(first, hit)
     blocks = cache.blocks.allocate(4) or []
-    assert cache.chunk_end(first, 0, 7) == 7
     assert cache.computed(first, 7, blocks, decode=False) == [Split(6, FIRST)]
     assert found([1, 2, 3, 4, 5, 6, 7]) == (6, CacheReason.NOTHING_LONGER, 3)
     assert found([1, 2, 3, 4, 5, 6]) == (0, CacheReason.NO_SNAPSHOT, 3)
