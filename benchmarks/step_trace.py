@@ -37,7 +37,7 @@ def record(step: Callable[[], object], *, on_gpu: bool, steps: int = 6) -> list[
     """Profile some steps with pauses between them; the device's events of the one of median length, from 0 on. Where
     there is no GPU, operators of the host stand for kernels."""
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[activity]) as profiler:
+    with torch.profiler.profile(activities=[activity], acc_events=True) as profiler:  # without, torch 2.11 warns
         for _ in range(steps):
             step()
             if on_gpu:
