@@ -90,13 +90,14 @@ def _rotated(query, where, cos, sin, dims, q_dim, ROPE: tl.constexpr, INTERLEAVE
     half: tl.constexpr = ROPE // 2
     if INTERLEAVED:
         pair, first = dims // 2, dims % 2 == 0
-        partner = tl.where(first, dims + 1, dims - 1)
+        shift = tl.where(first, 1, -1)
     else:
         pair, first = dims % half, dims < half
-        partner = tl.where(first, dims + half, dims - half)
+        # Told that runs of ``half`` move as one, the compiler reads whole vectors.
+        shift = tl.max_constancy(tl.multiple_of(tl.where(first, half, -half), half), half)
     c = tl.load(cos + pair, mask=inside, other=1.0)
     s = tl.load(sin + pair, mask=inside, other=0.0)
-    other = tl.load(where + ((partner - dims) * q_dim)[:, None], mask=inside[:, None], other=0.0).to(tl.float32)
+    other = tl.load(where + (shift * q_dim)[:, None], mask=inside[:, None], other=0.0).to(tl.float32)
     turned = query.to(tl.float32) * c[:, None] + other * tl.where(first, -s, s)[:, None]
     return turned.to(query.dtype)
 

@@ -29,9 +29,10 @@ from sidestream.ops.sparse_mla.triton_gather import gather
 WARPS = 8
 
 _LN2 = gl.constexpr(0.6931471805599453)
-_SCORE_REGISTERS = gl.constexpr(72)
-_GATHER_REGISTERS = gl.constexpr(120)
-"""A thread. What is left to the eight warps with the result: 160, 128 of which are the result."""
+_PLAIN_REGISTERS = gl.constexpr((72, 120))
+_QUANTISED_REGISTERS = gl.constexpr((64, 128))
+"""A thread, of the scores' warps and of those that gather: what unpacks rows spills in its loop with fewer. 160 are
+left to the eight warps with the result, 128 of which are the result; with fewer the result itself spills."""
 
 
 @gluon.jit
@@ -252,6 +253,7 @@ def attend_roles(
         weigh_kinds: gl.constexpr = (latent, rope)
         score_kinds: gl.constexpr = (rope, causal)
         gather_kinds: gl.constexpr = (latent, rope, row_elems, rope_elems, tile, mx, paged)
+        registers: gl.constexpr = _QUANTISED_REGISTERS if tile > 0 else _PLAIN_REGISTERS
         gl.warp_specialize(
             [
                 (
@@ -289,5 +291,5 @@ def attend_roles(
                 ),
             ],
             [4, 4],
-            [_SCORE_REGISTERS, _GATHER_REGISTERS],
+            [registers[0], registers[1]],
         )

@@ -77,7 +77,9 @@ def select_plan(entries: int, picks: int, *, rows: int) -> SelectPlan | None:
     tiles = triton.cdiv(entries, tile)
     splits = max(1, min(tiles, _ENOUGH_PROGRAMS // rows, MAX_SPLITS))
     splits = triton.cdiv(tiles, triton.cdiv(tiles, splits))  # none without a tile
-    return SelectPlan(small, merge, tile, 2048, splits, max(_warps(merge), 8), merge // 512, None, pdl=not INTERPRETED)
+    # 16 entries a thread: with 32 of 8,192, keys of the whole block spill in the search, swept slower besides.
+    warps = max(merge // 512, 8)
+    return SelectPlan(small, merge, tile, 2048, splits, warps, merge // 512, None, pdl=not INTERPRETED)
 
 
 def whole_block(picks: int) -> int:
