@@ -38,7 +38,6 @@ from sidestream.core.sampling_params import SamplingParams
 from sidestream.engine import build
 from sidestream.engine.build import BuiltEngine, build_engine
 from sidestream.engine.core import EngineCore
-from sidestream.ops.slot_copy import copy_slots
 
 SLICE_A = Path(__file__).parent / "configs" / "glm5-next-slice-a.json"
 SHORTER_BAR = 10.0
@@ -266,19 +265,11 @@ def compare(run: Run, case: dict[str, Any], repeats: int, measured: dict[str, Ca
 
 
 def copies(run: Run, built: BuiltEngine, args: argparse.Namespace, case: dict[str, Any]) -> None:
-    """Copies of state: a whole slot, eight of them, and one layer's within a chunk; on the device, and to launch."""
+    """Copies of state: a whole slot, and eight of them; on the device, and to launch."""
     pools, first = built.pools, built.num_slots
     if built.num_snapshots < 16 or not pools.recurrent:
         case["not measured"] = f"{built.num_snapshots} snapshots, {len(pools.recurrent)} layers with state"
         return
-    layer = min(pools.recurrent)
-    slots = built.num_slots + built.num_snapshots
-    conv, recurrent = pools.conv[layer].view(slots, -1, pools.conv[layer].shape[-1]), pools.recurrent[layer]
-    bytes_of_layer = conv[0].nbytes + recurrent[0].nbytes
-
-    def within_a_chunk() -> None:
-        for memory in (conv, recurrent):
-            copy_slots(memory, memory, to=[first + 1], taken=[first])
 
     def whole(count: int) -> Callable[[], None]:
         pairs = [SlotCopy(first + i, first + count + i) for i in range(count)]
@@ -287,7 +278,6 @@ def copies(run: Run, built: BuiltEngine, args: argparse.Namespace, case: dict[st
     kinds: dict[str, tuple[Callable[[], None], int]] = {
         "1 slot": (whole(1), pools.groups.bytes_per_slot),
         "8 slots": (whole(8), 8 * pools.groups.bytes_per_slot),
-        "1 layer of a slot": (within_a_chunk, bytes_of_layer),
     }
     with built.runner.on_device(), torch.inference_mode():
         for name, (copy, size) in kinds.items():

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from benchmarks.kernels.results import keep, out_file
+from sidestream.core.batch import Split
 from sidestream.core.ring import plan_ring
 from sidestream.ops.kda import mixed_step, reference, torch_chunked, torch_impl, triton_chunked
 from sidestream.ops.kda.torch_impl import ForgetGate
@@ -36,6 +37,8 @@ BARS = {1: 8.0, 64: 1.1 * 125.4, 128: 1.1 * 250.9}
 """Microseconds of a decode step, from the convolution to the gated norm."""
 PROMPT, PROMPT_BAR_MS = 8192, 2.5
 """Tokens, and what the token mixing of one layer may take for them."""
+KEPT = (*(128 << power for power in range(6)), PROMPT - 64)
+"""Places of a prompt whose states the prefix cache keeps: guesses, and its last full block."""
 CALLS, REPLAYS, BUDGET_S = 20, 25, float(os.environ.get("BENCH_SECONDS", "50"))
 L2_BYTES = 100e6
 WORST = 0.02
@@ -242,6 +245,16 @@ def time_prompts(launches: list[triton_chunked.Launch], results: dict[str, Any],
     results["mixed_step"] = whole
     keep(path, results)
     print(f"mixed step of {PROMPT} tokens: {whole['ms']:.3f} ms, bar {PROMPT_BAR_MS} ms, {whole['kernels_ms']}")
+    kept = (tuple(Split(place, 2 + i) for i, place in enumerate(KEPT)),)
+    step |= {"kept": kept, "state": torch.zeros(2 + len(KEPT), 1, HEADS, DIM, DIM, device="cuda")}
+    step["conv_state"] = base["conv_state"].new_zeros((2 + len(KEPT)) * (WINDOW - 1), 3 * HEADS * DIM)
+    plain = plan_ring([0], [PROMPT], [1], window=WINDOW, ring_length=WINDOW - 1)
+    keeping = plain.with_kept([0], [PROMPT], [1], kept)
+    step["plan"] = keeping.moved([tensor.cuda() for tensor in keeping.tensors])
+    found = {"ms": milliseconds(lambda: mixed_step(**step)), "kernels_ms": kernels(lambda: mixed_step(**step))}
+    results["mixed_step_keeping"] = {**found, "states": len(KEPT)}
+    keep(path, results)
+    print(f"  leaving {len(KEPT)} states: {found['ms']:.3f} ms, {found['ms'] / whole['ms']:.3f} of that")
 
 
 def main() -> None:

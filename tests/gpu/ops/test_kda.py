@@ -214,6 +214,45 @@ def test_a_prompt_in_pieces_equals_the_whole(size: int) -> None:
     near(kept["state"][1], whole["state"][1], BF16_STEPS)
 
 
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 32), (torch.bfloat16, DIM)])
+def test_states_that_are_kept_equal_the_formula(dtype: torch.dtype, dim: int) -> None:
+    """At ends of chunks and between, one to three tokens in and at the end; rings are equal bit for bit."""
+    starts, lengths = [7, 0, 62, 3], [1, 130, 70, 5]
+    kept = [[], [1, 2, 64, 100, 128], [64, 67, 132], [8]]
+    for versions, rollback in ((1, 0), (3, 2)):
+        choice = {"decodes": 1, "padding": 3, "versions": versions, "rollback": rollback, "kept": kept}
+        case = mixed_step_case(starts, lengths, 3, dim, dtype=dtype, **choice)
+        mine = to_gpu(case)
+        got, want = mixed_run(mine).cpu(), reference.mixed_step(**case)
+        state, truth = mine["state"].cpu().nan_to_num(7.0), case["state"].nan_to_num(7.0)
+        if dtype == torch.float32:
+            torch.testing.assert_close(got, want, rtol=FP32_RECURRENCE, atol=FP32_RECURRENCE)
+            torch.testing.assert_close(state, truth, rtol=0, atol=FP32_RECURRENCE)
+        else:
+            near(got, want, BF16_STEPS)
+            for split in (split for own in case["kept"] for split in own):
+                near(state[split.slot], truth[split.slot], BF16_STEPS)
+            near(state, truth, BF16_STEPS)
+        assert torch.equal(mine["conv_state"].cpu().nan_to_num(7.0), case["conv_state"].nan_to_num(7.0))
+
+
+def test_kept_states_at_ends_of_chunks_change_no_bit_and_are_where_a_prompt_goes_on() -> None:
+    """At the heads of a real model: what is kept behind 128 of 300 tokens goes on as the prompt did."""
+    case = mixed_step_case([0], [300], HEADS, DIM, kept=[[64, 128, 256]], dtype=torch.bfloat16)
+    keeping = to_gpu(case)
+    plain = {**to_gpu(case), "kept": ()}
+    want = mixed_run(plain)
+    assert torch.equal(mixed_run(keeping), want)
+    assert torch.equal(keeping["state"][1], plain["state"][1])
+    slot = keeping["kept"][0][1].slot
+    plan = plan_ring([128], [172], [slot], window=4, ring_length=3, device=torch.device("cuda"))
+    rest = {**keeping, "plan": plan, "projected": keeping["projected"][128:300], "kept": ()}
+    rest |= {"host_slots": [slot], "starts": [128], "lengths": [172]}
+    rest |= {name: torch.tensor([value], device="cuda") for name, value in (("slots", slot), ("start", 128))}
+    near(mixed_run(rest), want[128:], BF16_STEPS)
+    near(rest["state"][slot], plain["state"][1], BF16_STEPS)
+
+
 def test_a_long_prompt_equals_torch_in_fp32() -> None:
     case = to_gpu(mixed_step_case([9, 0], [1, 4500], 8, DIM, decodes=1, dtype=torch.bfloat16))
     exact = {
