@@ -10,7 +10,8 @@ A plan is JSON: ``{"jobs": [...]}``, most important first. A job:
 - ``estimate``: seconds it is expected to take; a job for which less is left of ``--seconds`` is passed over;
 - ``results``: files in ``{out}`` that it should write; one that is missing is named;
 - ``needs``: programs without which there is nothing to run; reported, and no failure;
-- ``env``: variables to set.
+- ``env``: variables to set;
+- ``again``: true for a job that runs in every batch, since what it makes stays on the machine and not in ``OUT``.
 
 All jobs share one Triton cache. After each job its line is printed, and everything in ``OUT`` is packed anew into
 ``OUT.tar.gz`` (or ``--archive``), files larger than ``--largest`` left out. Jobs that succeeded are noted in
@@ -59,6 +60,7 @@ class Job:
     results: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ def _job(path: Path, entry: Any) -> Job:
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise PlanError(f"{path}: a job's name has letters, digits, '-' and '_', got {name!r}")
     required, lists = {"name", "command", "limit", "estimate"}, ("command", "results", "needs")
-    known = {*required, *lists, "env"}
+    known = {*required, *lists, "env", "again"}
     if wrong := (required - set(entry)) | (set(entry) - known):
         raise PlanError(
             f"{path}: job {name}: {', '.join(sorted(wrong))}: missing or unknown; known are {sorted(known)}"
@@ -123,6 +125,8 @@ def _job(path: Path, entry: Any) -> Job:
     env = entry.get("env", {})
     if not isinstance(env, dict) or not all(isinstance(value, str) for value in env.values()):
         raise PlanError(f"{path}: job {name}: env maps names to strings, got {env!r}")
+    if not isinstance(entry.get("again", False), bool):
+        raise PlanError(f"{path}: job {name}: again is true or false, got {entry['again']!r}")
     return Job(**{**entry, **{key: tuple(entry.get(key, [])) for key in lists}, "env": env})
 
 
@@ -265,7 +269,7 @@ def run_all(
     outcomes: list[Outcome] = []
     for job in jobs:
         left = float("inf") if seconds is None else seconds - (time.monotonic() - begun)
-        if job.name in finished:
+        if job.name in finished and not job.again:
             outcome = Outcome(job.name, "done before")
         elif left < job.estimate:
             outcome = Outcome(

@@ -127,6 +127,13 @@ def test_the_same_command_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     assert (code, found["fine"]["state"], found["once"]["state"]) == (0, "done before", "done")
 
 
+def test_what_stays_on_a_machine_is_made_again_on_the_next(tmp_path: Path) -> None:
+    more = ("--state", str(tmp_path / "state"))
+    for _ in range(2):
+        _, found = run(tmp_path, job("cache", WRITES, again=True), job("result", WRITES), more=more)
+    assert (found["cache"]["state"], found["result"]["state"]) == ("done", "done before")
+
+
 def test_a_program_that_is_not_there_is_reported_and_no_failure(tmp_path: Path) -> None:
     given = job("given", "import sys; print(sys.argv[2])", needs=["sh"])
     given["command"].append("{sh}")
@@ -208,6 +215,7 @@ def test_jobs_are_chosen_by_parts_of_their_names(tmp_path: Path) -> None:
         ({"command": []}, "command is empty"),
         ({"command": "python x"}, "command is a list of strings, got 'python x'"),
         ({"env": {"A": 1}}, "env maps names to strings"),
+        ({"again": 1}, "again is true or false, got 1"),
     ],
 )
 def test_a_wrong_plan_is_refused_by_name_before_anything_runs(

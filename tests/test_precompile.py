@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import decode_gpu
+from benchmarks import decode_gpu, precompile
 from benchmarks.batch import read_plan
 from benchmarks.precompile import SCRIPT, starts_of
 from sidestream.config.engine import EngineConfig
@@ -62,3 +62,29 @@ def test_equal_starts_are_rehearsed_once(tmp_path: Path) -> None:
     plan.write_text(json.dumps({"jobs": jobs}))
     (start,) = starts_of([plan])
     assert start.user.max_num_seqs == 7
+
+
+def test_a_second_run_on_a_machine_compiles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless something failed, or the sources are others; what the first run found is reported again."""
+    ran: list[bool] = []
+
+    def compile_all(starts: Any, *, workers: int) -> dict[str, Any]:
+        ran.append(True)
+        failed = [{"kernel": "k", "error": "e"}] if len(ran) == 1 else []
+        return {"starts": {}, "functions": {}, "failed": failed, "kernels": len(ran), "seconds": 1.0}
+
+    sources, report = tmp_path / "sources", tmp_path / "report.json"
+    sources.mkdir()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(precompile, "SOURCES", sources)
+    monkeypatch.setattr(precompile, "precompile", compile_all)
+    monkeypatch.setattr("sys.argv", ["precompile.py", str(PLAN), "--json", str(report)])
+    assert [precompile.main() for _ in range(3)] == [1, 0, 0]
+    assert len(ran) == json.loads(report.read_text())["kernels"] == 2
+    assert "compiled before" in capsys.readouterr().out
+    (sources / "kernel.py").write_text("changed = 1")
+    assert precompile.main() == 0
+    assert len(ran) == 3
