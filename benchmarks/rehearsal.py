@@ -209,6 +209,7 @@ def pretended_device() -> Iterator[None]:
         raise RuntimeError("TRITON_INTERPRET is set: kernels would be interpreted, not compiled")
     triton.runtime.driver.set_active(PretendedDriver())
     with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
         mock.patch.object(torch, "Generator", HostGenerator),
@@ -216,6 +217,20 @@ def pretended_device() -> Iterator[None]:
         Pretence(),
     ):
         yield
+
+
+@contextmanager
+def kernels_met(stage: Callable[[], str]) -> Iterator[dict[tuple[str, str], Kernel]]:
+    """What launches in the block would compile, by name and specialisation: they compile and launch nothing."""
+    found: dict[tuple[str, str], Kernel] = {}
+
+    def keep(*, fn: Any, key: str, compile: Mapping[str, Any], **others: Any) -> bool:
+        name = f"{fn.module}.{fn.name}"
+        found.setdefault((name, key), Kernel(name, key, compile["specialization_data"], stage()))
+        return True  # no compilation, and so no launch
+
+    with mock.patch.object(triton.knobs.runtime, "jit_cache_hook", keep):
+        yield found
 
 
 def rehearse(
@@ -236,15 +251,8 @@ def rehearse(
         tell: of each stage's end, with the number of kernels so far.
     """
     config = _resolved(config_file, user, distinct=not every_layer)
-    found: dict[tuple[str, str], Kernel] = {}
     stage = ""
-
-    def keep(*, fn: Any, key: str, compile: Mapping[str, Any], **others: Any) -> bool:
-        name = f"{fn.module}.{fn.name}"
-        found.setdefault((name, key), Kernel(name, key, compile["specialization_data"], stage))
-        return True  # no compilation, and so no launch
-
-    with pretended_device(), mock.patch.object(triton.knobs.runtime, "jit_cache_hook", keep):
+    with pretended_device(), kernels_met(lambda: stage) as found:
         runner = _runner(config)
         longest, vocab = config.max_model_len, config.model.vocab_size
         with runner.on_device():
