@@ -103,6 +103,18 @@ def test_states_inside_chunks_are_those_of_chunks_that_end_there(folder: Path) -
         assert all(bool(part.isnan().all()) for part in state(whole, slot)), f"slot {slot} was written"
 
 
+def test_states_behind_multiples_of_64_tokens_change_no_bit(folder: Path) -> None:
+    """As a prompt in blocks of 64 tokens leaves them: it gives the same whether others may take it over or not."""
+    rows, left = [], []
+    for splits in ((), (Split(64, KEPT[0]), Split(128, KEPT[1]))):
+        built = open_engine(folder)
+        rows.append(run(built, [chunk(1, 0, 150, first_block=20, splits=splits)]))
+        left.append(state(built, 1))
+        assert bool(state(built, KEPT[1])[0].isfinite().all()) == bool(splits)
+    assert torch.equal(*rows)
+    assert all(torch.equal(*pair) for pair in zip(*left, strict=True))
+
+
 def test_inputs_say_what_is_kept_and_the_indexer_keeps_nothing() -> None:
     """Of one sequence, whose first token goes to a ring beside two that an earlier step left. Four tokens are a pool,
     too; its ring is that of a step without."""
