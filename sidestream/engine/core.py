@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from sidestream.cache.block_hashes import chain_root
-from sidestream.core.batch import Admission, Chunk, ScheduledStep
-from sidestream.core.outputs import CacheReason, EngineOutput, TopLogprobs
+from sidestream.core.batch import Chunk, ScheduledStep
+from sidestream.core.outputs import EngineOutput, TopLogprobs
 from sidestream.core.request import Request
 from sidestream.engine.build import BuiltEngine
 from sidestream.engine.logprobs import PROMPT_LOGIT_ROWS, top_logprobs
@@ -20,36 +20,10 @@ from sidestream.engine.sampled_tokens import PendingTokens, SampledTokens
 from sidestream.engine.sampler import Sampler, SamplingRow
 from sidestream.engine.step_clock import StepClock
 from sidestream.engine.token_masks import NoMasks, TokenMasks
+from sidestream.engine.unfinished import Posted, RequestState, Unfinished
 from sidestream.scheduler.config import DEFAULT_SHARED_PREFIX_WAIT, PACED_SHARED_PREFIX_WAIT, SchedulerConfig
 from sidestream.scheduler.prefill_pacer import PrefillPacer
 from sidestream.scheduler.scheduler import Scheduler
-
-
-@dataclass(slots=True)
-class _Tokens:
-    """A request with the tokens it has so far."""
-
-    request: Request
-    tokens: list[int]
-    unread: int = 0
-    """Tokens that were sampled and not read yet: at most one, in ``row`` of the last step's sampled tokens."""
-    row: int = -1
-    prompt_logprobs_done: int = 1
-    """Prompt tokens whose log-probability was computed; the first has none."""
-    prompt_logprobs_given: int = 1
-    """Those of them that were put out; the others wait for the first token."""
-    pending_prompt_logprobs: list[TopLogprobs] = field(default_factory=list)
-    admission: Admission | None = None
-    """The first one; later ones, after a preemption, take over what it computed itself."""
-    added: float = field(default_factory=time.monotonic)
-    queued: float | None = None
-    """Seconds from then to the first admission."""
-
-    def beginning(self) -> tuple[int, CacheReason | None, float]:
-        """What the first output alone says: of the prefix cache, and of the queue."""
-        if self.admission is None or len(self.tokens) > len(self.request.prompt_token_ids):
-            return 0, None, 0.0
-        return self.admission.cached_tokens, self.admission.reason, self.queued or 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +36,10 @@ class _Launched:
     """
 
     step: ScheduledStep
-    sampled: tuple[tuple[str, _Tokens], ...]
+    sampled: tuple[tuple[str, RequestState], ...]
     pending: PendingTokens | None
     logprobs: dict[str, TopLogprobs]
     ended: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Posted:
-    """An output with what its request must know once it is put out.
-
-    Attributes:
-        position: of its token in the sequence.
-        prompt_logprobs: how many are given with it and before it.
-    """
-
-    output: EngineOutput
-    position: int
-    prompt_logprobs: int
 
 
 class EngineCore:
@@ -96,6 +56,7 @@ class EngineCore:
 
     Attributes:
         waits: reason -> steps that the host waited for before it launched the next.
+        outbox: what steps put out, for whoever calls ``advance``.
         step_sizes: power of two -> steps of so many tokens, or fewer but more than half.
         num_tokens: of all steps.
         scheduler: its counters say what happened.
@@ -114,10 +75,11 @@ class EngineCore:
         self.waits: Counter[str] = Counter()
         self.step_sizes: Counter[int] = Counter()
         self.num_tokens = 0
-        self._tokens: dict[str, _Tokens] = {}
-        self._stepping = False
-        self._aborts: list[str] = []
-        self._outbox: list[_Posted] = []
+        self._unfinished = Unfinished(self._masks)
+        self._changing = False
+        self._half_done = False
+        self._aborts: deque[str] = deque()
+        self.outbox: deque[Posted] = deque()
         self._pacer = PrefillPacer() if config.prefill_pacing else None
         self._clock = StepClock() if clock is None else clock
         self.scheduler = Scheduler(
@@ -147,43 +109,89 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Queue a request; RequestError or CapacityError if it can never run. If it fails, by an interrupt for example,
         nothing has changed."""
-        name = request.request_id
-        known = name in self._tokens
-        try:
-            self.scheduler.add(request)
-            self._masks.add(request)
-            self._tokens[name] = _Tokens(request, list(request.prompt_token_ids))
-        except BaseException:
-            if not known:
-                self._tokens.pop(name, None)
-                self._masks.drop(name)
-                self.scheduler.abort(name)
-            raise
+        self._change(lambda: self._add(request))
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it is; whether there was one.
 
-        While a step runs (a collected iterator may call from within it) the request ends right after the step.
+        While something else changes (a collected iterator may call from within a step) the request ends right after it.
+        If this is interrupted, the request ends with the next call of anything, unless it was there untouched.
         """
-        if self._stepping:
+        known = request_id in self._unfinished
+        if known:
             self._aborts.append(request_id)
-            return request_id in self._tokens
-        self._tokens.pop(request_id, None)
-        self._masks.drop(request_id)
-        return self.scheduler.abort(request_id)
+            if not self._changing:
+                self._change(lambda: None)
+        return known
 
     def has_work(self) -> bool:
         """Some request is unfinished, or something was put out that no call of ``step`` has returned."""
-        return self.scheduler.has_work() or bool(self._outbox)
+        if (self._half_done or self._aborts) and not self._changing:
+            self._change(lambda: None)
+        return self.scheduler.has_work() or bool(self.outbox)
 
     def step(self) -> list[EngineOutput]:
-        """Run one step; what it gave each request that got something.
+        """Run one step; what it gave each request that got something."""
+        self.advance()
+        outputs, self.outbox = [posted.output for posted in self.outbox], deque()
+        return outputs
+
+    def advance(self) -> None:
+        """Run one step; what it gave is in ``outbox``, whose content is the caller's to take.
 
         If it fails, by an interrupt for example, the error goes to the caller and no request is lost: the steps after
         it compute all of them anew, from the tokens they have.
         """
-        assert not self._stepping, "a step was started within a step"
-        self._stepping, done = True, False
+        self._change(self._step)
+
+    def _change(self, work: Callable[[], None]) -> None:
+        """Do what changes more than one thing at a time, and then what was asked for meanwhile.
+
+        An interrupt may come anywhere. What it leaves half done is begun again, from the tokens that requests have; if
+        that is interrupted too, with the next call.
+        """
+        assert not self._changing, "a request was added, or a step started, within a step"
+        try:
+            self._changing = True
+            if self._half_done:
+                self._recover()
+            self._end_aborted()
+            self._half_done = True
+            work()
+            self._half_done = False
+        finally:
+            try:
+                if self._half_done:
+                    self._recover()
+                self._end_aborted()
+            finally:
+                self._changing = False
+
+    def _add(self, request: Request) -> None:
+        name = request.request_id
+        known = name in self._unfinished
+        try:
+            self.scheduler.add(request)
+            self._unfinished.add(request)
+            self._half_done = False
+        except BaseException:
+            if not known:
+                self._unfinished.drop(name)
+                self.scheduler.abort(name)
+            self._half_done = False
+            raise
+
+    def _end_aborted(self) -> None:
+        while self._aborts:
+            self._half_done = True
+            name = self._aborts[0]
+            self._unfinished.drop(name)
+            self.scheduler.abort(name)
+            self._half_done = False
+            self._aborts.popleft()
+
+    def _step(self) -> None:
+        done = False
         self._clock.begin()
         try:
             with self._runner.on_device():
@@ -192,26 +200,16 @@ class EngineCore:
                     self._launched.append(self._launch(step))
                 while len(self._launched) >= (self._depth if step is not None else 1):
                     self._finish(self._launched.popleft())
-            done = True
+            done = self.scheduler.has_work()
         finally:
             if not done:
-                self._recover()
-            self._stepping = False
-            while self._aborts:
-                self.abort(self._aborts.pop())
-            if not done or not self.scheduler.has_work():
                 self._clock.pause()
-        posted, self._outbox = self._outbox, []
-        return [post.output for post in posted]
 
     @torch.inference_mode()
     def _launch(self, step: ScheduledStep) -> _Launched:
         """Forward and sample; nothing is read on the host but what a request asks to see."""
         for admission in step.admitted:
-            state = self._tokens[admission.request_id]
-            state.admission = state.admission or admission
-            if state.queued is None:
-                state.queued = time.monotonic() - state.added
+            self._unfinished[admission.request_id].admit(admission)
         token_ids, sources = self._token_ids(step)
         self.step_sizes[1 << (len(token_ids) - 1).bit_length()] += 1
         self.num_tokens += len(token_ids)
@@ -243,7 +241,7 @@ class EngineCore:
             sampled[name] = token
             state.unread -= 1
         for event in self.scheduler.commit(launched.step, sampled):
-            state = self._tokens[event.request_id]
+            state = self._unfinished[event.request_id]
             output = EngineOutput(
                 event.request_id,
                 event.token_id,
@@ -252,8 +250,8 @@ class EngineCore:
                 tuple(state.pending_prompt_logprobs),
                 *state.beginning(),
             )
-            self._outbox.append(_Posted(output, len(state.tokens), state.prompt_logprobs_done))
-            self._record(self._outbox[-1])
+            self.outbox.append(Posted(output, len(state.tokens), state.prompt_logprobs_done))
+            self._unfinished.record(self.outbox[-1])
 
     def _time(self, launched: _Launched) -> None:
         """Tell the pacer what a step took that has just ended."""
@@ -265,21 +263,6 @@ class EngineCore:
             num_decodes = sum(chunk.is_decode for chunk in launched.step.chunks)
             self._pacer.observe(num_decodes, launched.step.num_tokens - num_decodes, seconds)
 
-    def _record(self, posted: _Posted) -> None:
-        """Tell the request what was put out for it; a second time changes nothing."""
-        output, state = posted.output, self._tokens.get(posted.output.request_id)
-        if state is None:
-            return
-        if posted.prompt_logprobs > state.prompt_logprobs_given:
-            state.prompt_logprobs_given = posted.prompt_logprobs
-            state.pending_prompt_logprobs.clear()
-        if output.token_id is not None and len(state.tokens) == posted.position:
-            state.tokens.append(output.token_id)
-            self._masks.accept(output.request_id, output.token_id)
-        if output.finish_reason is not None:
-            self._tokens.pop(output.request_id, None)
-            self._masks.drop(output.request_id)
-
     def _recover(self) -> None:
         """Begin again with what every unfinished request has, what was put out before the error included."""
         with contextlib.suppress(RuntimeError):  # a broken device says so again; the error being handled comes first
@@ -287,22 +270,16 @@ class EngineCore:
         self._launched.clear()
         if self._runner.hisparse is not None:
             self._runner.hisparse.reset()
-        for posted in self._outbox:
-            self._record(posted)
-        for state in self._tokens.values():
-            state.pending_prompt_logprobs.clear()
-            state.prompt_logprobs_done = state.prompt_logprobs_given
-            state.unread = 0
-            state.admission = None
-        states = self._tokens.values()
-        self.scheduler.restart((s.request, s.tokens[len(s.request.prompt_token_ids) :]) for s in states)
+        self._unfinished.rewind(self.outbox, aborted=tuple(self._aborts))
+        self.scheduler.restart((state.request, state.generated) for state in self._unfinished)
+        self._half_done = False
 
     def _token_ids(self, step: ScheduledStep) -> tuple[list[int], list[int] | None]:
         """The step's tokens; 0 where the last step sampled one that was not read, and then the rows of those too."""
         ids: list[int] = []
         unread: dict[int, int] = {}
         for chunk in step.chunks:
-            state = self._tokens[chunk.request_id]
+            state = self._unfinished[chunk.request_id]
             ids += state.tokens[chunk.start : chunk.end]
             if chunk.end > len(state.tokens):
                 assert chunk.end == len(state.tokens) + state.unread == len(state.tokens) + 1, f"{chunk} is ahead"
@@ -328,7 +305,7 @@ class EngineCore:
         if bitmask is not None:
             bitmask = bitmask.to(logits.device)
         pending = self._sampled.keep(self._sampler.choose(logits, rows, bitmask=bitmask))
-        sampled = tuple((chunk.request_id, self._tokens[chunk.request_id]) for chunk in chunks)
+        sampled = tuple((chunk.request_id, self._unfinished[chunk.request_id]) for chunk in chunks)
         logprobs: dict[str, TopLogprobs] = {}
         ended = None
         if any(row.params.logprobs is not None for row in rows):
@@ -343,7 +320,7 @@ class EngineCore:
         return _Launched(step, sampled, pending, logprobs, ended)
 
     def _sampling_row(self, chunk: Chunk) -> SamplingRow:
-        state = self._tokens[chunk.request_id]
+        state = self._unfinished[chunk.request_id]
         request, prompt = state.request, len(state.request.prompt_token_ids)
         assert not (request.params.has_penalties and state.unread), f"{request.request_id} has a token yet to be read"
         return SamplingRow(
@@ -359,7 +336,7 @@ class EngineCore:
         """Row t of a prompt gives the log-probability of prompt token t + 1; recomputed rows give none again."""
         row = 0
         for chunk in step.chunks:
-            state = self._tokens[chunk.request_id]
+            state = self._unfinished[chunk.request_id]
             wanted = state.request.params.prompt_logprobs
             prompt = state.request.prompt_token_ids
             if wanted is not None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from sidestream.config.engine import (
     DEFAULT_MAX_NUM_SEQS,
     EngineConfig,
 )
-from sidestream.core.outputs import EngineOutput, RequestOutput
+from sidestream.core.outputs import RequestOutput
 from sidestream.core.sampling_params import SamplingParams
 from sidestream.engine.build import BuiltEngine, build_engine
 from sidestream.engine.bundled import bundled_model as bundled_model
@@ -28,6 +31,7 @@ from sidestream.engine.ledger import Ledger
 from sidestream.engine.output_processor import OutputProcessor
 from sidestream.engine.token_masks import masks_for
 from sidestream.engine.tokenizer import load_tokenizer
+from sidestream.engine.unfinished import Posted
 from sidestream.errors import CheckpointError, RequestError, SidestreamError
 
 
@@ -126,9 +130,9 @@ class LLM:
         )
         self._outputs = OutputProcessor(self.tokenizer, config.model.eos_token_ids)
         self._ids = itertools.count()
-        self._one_thread = threading.Lock()
-        self._inboxes: dict[str, deque[EngineOutput]] = {}
-        self._undelivered: deque[EngineOutput] = deque()
+        self._one_thread = threading.RLock()
+        self._inboxes: dict[str, deque[Posted]] = {}
+        self._left: deque[tuple[Iterable[str], list[ProcessedPrompt]]] = deque()
 
     def ledger(self) -> Ledger:
         """What the engine holds, part by part, beside the device's own figure; ``print`` shows a table."""
@@ -195,7 +199,7 @@ class LLM:
         return batch
 
     def _run(self, batch: list[ProcessedPrompt]) -> Iterator[TextDelta]:
-        inbox: deque[EngineOutput] = deque()
+        inbox: deque[Posted] = deque()
         place: dict[str, tuple[int, int]] = {}
         following: dict[int, RequestOutput] = {}
         shown: dict[str, int] = {}
@@ -206,11 +210,11 @@ class LLM:
                     place[request.request_id] = (index, completion)
                     shown[request.request_id] = 0
                     self._inboxes[request.request_id] = inbox
-                    self.core.add(request)
+                    self._alone(partial(self.core.add, request))
             while following:
                 while not inbox:
                     self._step()
-                event = inbox.popleft()
+                event = inbox.popleft().output
                 if not self._outputs.follows(event.request_id):
                     continue
                 if self._outputs.push(event):
@@ -225,26 +229,40 @@ class LLM:
                     del following[index]
                 yield TextDelta(index, completion, text, len(made.token_ids), output)
         finally:
-            for request_id in place:
-                self._end(request_id)
-            for output in following.values():
-                self._outputs.abort(output.request_id)
-                self._outputs.forget(output.request_id)
+            self._left.append((place, batch))  # before an interrupt can come
+            self._end_left()
 
     def _step(self) -> None:
         """Run one step and hand each output to the iterator whose request it is: several may be open at once."""
+        self._end_left()
+        outbox = self.core.outbox  # not empty if an interrupt came between the last step and its delivery
+        if not outbox:
+            assert self.core.has_work(), f"requests {list(self._inboxes)} are awaited, and the engine has none left"
+            self._alone(self.core.advance)
+        while outbox:
+            inbox = self._inboxes.get(outbox[0].output.request_id, deque())
+            inbox.extend(islice(iter(outbox.popleft, None), 1))  # one call, so that no interrupt comes within
+
+    def _alone(self, work: Callable[[], None]) -> None:
+        """Change the engine, unless another thread does."""
         if not self._one_thread.acquire(blocking=False):
             raise SidestreamError("another thread is running a step of this LLM; one thread must drive it")
         try:
-            if not self._undelivered:  # otherwise an interrupt came between the last step and its delivery
-                assert self.core.has_work(), f"requests {list(self._inboxes)} are awaited, and the engine has none left"
-                self._undelivered.extend(self.core.step())
+            work()
         finally:
             self._one_thread.release()
-        while self._undelivered:
-            event = self._undelivered.popleft()
-            if (inbox := self._inboxes.get(event.request_id)) is not None:
-                inbox.append(event)
+
+    def _end_left(self) -> None:
+        """End what iterators that are closed have left; what an interrupt leaves of that ends the next time."""
+        while self._left:
+            request_ids, prompts = left = self._left[0]
+            for request_id in request_ids:
+                self._end(request_id)
+            for prompt in prompts:
+                self._outputs.abort(prompt.request_id)
+                self._outputs.forget(prompt.request_id)
+            with contextlib.suppress(ValueError):  # an iterator that was collected meanwhile ended this one too
+                self._left.remove(left)
 
     def _end(self, request_id: str) -> None:
         """Drop a request that is done, or that nobody waits for any more."""

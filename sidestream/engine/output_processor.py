@@ -44,7 +44,7 @@ class OutputProcessor:
         output = RequestOutput(prompt.request_id, prompt.text, list(prompt.token_ids))
         if params.prompt_logprobs is not None:
             output.prompt_logprobs = [None]
-        state = _Prompt(output)
+        self._prompts[prompt.request_id] = state = _Prompt(output)
         for index, request in enumerate(prompt.requests):
             completion = CompletionOutput(index, "", [], logprobs=[] if params.logprobs is not None else None)
             detokenizer = None
@@ -53,7 +53,6 @@ class OutputProcessor:
             state.completions.append(_Completion(request, completion, detokenizer))
             output.outputs.append(completion)
             self._by_request[request.request_id] = (state, state.completions[-1])
-        self._prompts[prompt.request_id] = state
         return output
 
     def follows(self, request_id: str) -> bool:
@@ -101,13 +100,17 @@ class OutputProcessor:
             self._close(completion, FinishReason.ABORT)
         return [completion.request.request_id for completion in open_ones]
 
-    def forget(self, request_id: str) -> RequestOutput:
-        """Stop following a finished prompt; its output is complete."""
-        return self._prompts.pop(request_id).output
+    def forget(self, request_id: str) -> None:
+        """Stop following a prompt, whatever is left of it; its output stays as it is."""
+        state = self._prompts.get(request_id)
+        if state is not None:
+            for completion in state.completions:
+                self._by_request.pop(completion.request.request_id, None)
+            self._prompts.pop(request_id, None)
 
     def _close(self, completion: _Completion, reason: FinishReason) -> None:
         completion.output.finish_reason = reason
-        del self._by_request[completion.request.request_id]
+        self._by_request.pop(completion.request.request_id, None)
 
     def _logprobs(self, row: TopLogprobs) -> dict[int, Logprob]:
         return {

@@ -142,10 +142,10 @@ def test_a_second_thread_is_refused_and_changes_nothing(checkpoint: tuple[Path, 
     folder, oracle = checkpoint
     llm = small(folder)
     prompt = random_sequences((23,), vocab=136, seed=9)[0]
-    step = EngineCore.step
+    advance = EngineCore.advance
     refused: list[str] = []
 
-    def step_with_a_visitor(core: EngineCore) -> Any:
+    def step_with_a_visitor(core: EngineCore) -> None:
         import threading
 
         def visit() -> None:
@@ -158,10 +158,10 @@ def test_a_second_thread_is_refused_and_changes_nothing(checkpoint: tuple[Path, 
             thread = threading.Thread(target=visit)
             thread.start()
             thread.join()
-        return step(core)
+        advance(core)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EngineCore, "step", step_with_a_visitor)
+        patch.setattr(EngineCore, "advance", step_with_a_visitor)
         made = llm.generate(prompt, GREEDY)[0].outputs[0].token_ids
     assert refused == ["another thread is running a step of this LLM; one thread must drive it"]
     check_greedy(oracle, prompt, made)

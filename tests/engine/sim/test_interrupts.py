@@ -11,6 +11,7 @@ from sidestream import LLM
 from sidestream.config.engine import EngineConfig
 from sidestream.engine.build import build_engine
 from sidestream.engine.core import EngineCore
+from sidestream.engine.unfinished import Unfinished
 from sidestream.streams import Handoff
 from sidestream.streams.simulated import DeviceError, Order, SimulatedBackend
 from tests.engine.sim.harness import make_model
@@ -90,7 +91,7 @@ def test_a_token_is_put_out_once(
     asked = [request("a", 3, max_tokens=4, logprobs=1), request("b", 6, max_tokens=3)]
     expected = run(core_of(folder, "cpu"), asked)
     core = core_of(folder, device)
-    raise_at(monkeypatch, EngineCore, "_record", at, after=after)
+    raise_at(monkeypatch, Unfinished, "record", at, after=after)
     assert interrupted(core, asked) == expected
 
 
