@@ -21,6 +21,7 @@ from unittest import mock
 import numpy as np
 import torch
 import triton
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
@@ -210,6 +211,7 @@ def pretended_device() -> Iterator[None]:
     triton.runtime.driver.set_active(PretendedDriver())
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None),  # it would allocate on a real one
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
         mock.patch.object(torch, "Generator", HostGenerator),

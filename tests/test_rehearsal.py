@@ -52,3 +52,22 @@ def test_nothing_is_compiled_again_for_how_pointers_lie_or_whether_rows_are_padd
     for name, count in most.items():
         assert start["counts"].get(name, 0) <= count, name
     assert sum(start["counts"].values()) <= 70
+
+
+def test_the_pretence_asks_no_real_device() -> None:
+    """Torch's fake tensors allocate on the device that they stand for where torch says that it is there, which it does
+    on a GPU machine, whose devices a rehearsal does not see."""
+    code = """
+from unittest import mock
+import torch
+from benchmarks.rehearsal import DEVICE, pretended_device
+said = mock.patch.object(torch.cuda, "is_available", return_value=True)
+with said, mock.patch.object(torch.accelerator, "current_accelerator", return_value="cuda"), pretended_device():
+    print(torch.zeros(3, device=DEVICE).device)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "cuda:0\n"), done.stderr[-2000:]
