@@ -229,12 +229,12 @@ class AsyncEngine:
             self._drop(prompts, names)
 
     def _drop(self, prompts: Sequence[ProcessedPrompt], names: Sequence[str]) -> None:
-        """Forget prompts; what is unfinished of them is aborted."""
+        """Forget prompts; what is unfinished of them is aborted, at the latest when its next token comes."""
+        for name in names:
+            self._places.pop(name, None)
         aborted = [name for prompt in prompts for name in self._outputs.abort(prompt.request_id)]
         for prompt in prompts:
             self._outputs.forget(prompt.request_id)
-        for name in names:
-            self._places.pop(name, None)
         if aborted and self._dead is None:
             self._link.send(encode(Abort(tuple(aborted))))
 
@@ -272,10 +272,11 @@ class AsyncEngine:
             self._die(f"a step of the engine failed: {event.message}")
 
     def _deliver(self, output: EngineOutput) -> bool:
-        """Hand one token to whom it belongs; whether a stop string ended its request."""
+        """Hand one token to whom it belongs; whether its request must be aborted: a stop string ended it, or nobody
+        waits for it, and whoever left was interrupted before it could say so."""
         place = self._places.get(output.request_id)
         if place is None or not self._outputs.follows(output.request_id):
-            return False
+            return output.finish_reason is None
         stopped = self._outputs.push(output)
         if output.token_id is None:
             return False
