@@ -52,7 +52,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, 
     )  # fmt: skip
     if splits > 1:
         _sum_parts[(triton.cdiv(T * N, SUM_BLOCK),)](
-            target, out if bias is None else bias, out, T * N, N, SPLITS=splits, BLOCK=SUM_BLOCK,
+            target, out if bias is None else bias, out, T, N, SPLITS=splits, BLOCK=SUM_BLOCK,
             BIASED=bias is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
     return out
@@ -89,7 +89,7 @@ def _one_row(
     tl.store(out + column, value.to(out.dtype.element_ty), mask=column < N)
 
 
-@triton.jit(do_not_specialize=["T", "N", "steps"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["T", "steps"])  # type: ignore[untyped-decorator]
 def _some_rows(
     x: tl.tensor,
     weight: tl.tensor,
@@ -136,19 +136,20 @@ def _some_rows(
     tl.store(at, total.to(out.dtype.element_ty), mask=real & (column < N)[None, :])
 
 
-@triton.jit(do_not_specialize=["elements", "N"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["T"])  # type: ignore[untyped-decorator]
 def _sum_parts(
     parts: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
-    elements: tl.tensor,
+    T: tl.tensor,
     N: tl.tensor,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     BIASED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """out = sum of parts [SPLITS, elements] in their order, plus the bias."""
+    """out [T, N] = sum of parts [SPLITS, T, N] in their order, plus the bias."""
+    elements = T * N  # a multiple of what N is: accesses stay wide
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
