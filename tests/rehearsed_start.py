@@ -10,6 +10,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +21,7 @@ from triton.runtime.cache import get_cache_key
 
 from benchmarks.rehearsal import HOPPER, LATE, Kernel, rehearse
 from sidestream.config.engine import EngineConfig
-from sidestream.core.batch import Chunk
+from sidestream.core.batch import SCRATCH_SLOT, Chunk, Split
 from sidestream.core.sampling_params import SamplingParams
 from sidestream.engine.compile_steps import SAMPLINGS
 from sidestream.engine.scratch_steps import scratch_chunk
@@ -70,12 +71,16 @@ def differences(kernels: list[Kernel], launched: dict[tuple[str, str], str]) -> 
 
 
 def service(count: int, *, sequences: int, tokens: int, longest: int, block_size: int) -> Iterator[Step]:
-    """Steps as requests of all kinds would make them: decodes, and chunks of prompts, at contexts of all sizes."""
+    """Steps as requests of all kinds would make them: decodes, and chunks of prompts, at contexts of all sizes; some
+    chunks leave states behind the blocks within them."""
     draw = random.Random(11)
 
     def chunk(length: int, *, decode: bool) -> Chunk:
         start = draw.randrange(int(decode), context - length + 1)
-        return scratch_chunk(block_size, draw.choice((start, start, int(decode))), length, decode=decode)
+        made = scratch_chunk(block_size, draw.choice((start, start, int(decode))), length, decode=decode)
+        places = [place for place in range(made.start + 1, made.end) if place % block_size == 0]
+        splits = tuple(Split(place, SCRATCH_SLOT) for place in places)
+        return made if decode or made.start % 2 else replace(made, splits=splits)
 
     for _ in range(count):
         context = max(int(2 ** draw.uniform(0, math.log2(longest))), 2)  # the most of this step's sequences
