@@ -30,8 +30,8 @@ def mixed_step_case(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Slots in descending order; ``padding`` rows of NaN behind the sequences'. States kept at positions of each sequence
-    go to slots from ``len(starts) + 2`` on."""
+    """Slots in descending order; ``padding`` rows of NaN behind the sequences'. States kept at positions of each
+    sequence go to slots from ``len(starts) + 2`` on."""
     tokens, width, length = sum(lengths), heads * dim, WINDOW - 1 + rollback
     slots = [len(starts) - r for r in range(len(starts))]
     free = count(len(starts) + 2)
