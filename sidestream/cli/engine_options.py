@@ -26,6 +26,13 @@ LoadFormat = Annotated[
     str, typer.Option(help="auto reads the checkpoint; dummy draws seeded random weights.", rich_help_panel=ENGINE)
 ]
 Seed = Annotated[int, typer.Option(help="Of requests that bring none, and of dummy weights.", rich_help_panel=ENGINE)]
+MaxFormSeconds = Annotated[
+    float,
+    typer.Option(
+        help="For what generation is held to (a JSON schema, expression, grammar, tools) to be compiled and tried.",
+        rich_help_panel=ENGINE,
+    ),
+]
 MaxModelLen = Annotated[
     int | None,
     typer.Option(

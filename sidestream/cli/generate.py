@@ -29,6 +29,7 @@ from sidestream.cli.engine_options import (
     KvCacheDtype,
     LoadFormat,
     MaxCaptureTokens,
+    MaxFormSeconds,
     MaxModelLen,
     MaxNumBatchedTokens,
     MaxNumSeqs,
@@ -42,7 +43,12 @@ from sidestream.cli.engine_options import (
 )
 from sidestream.cli.prompt_lines import PROMPT_KEYS, SAMPLING_KEYS, read_prompts, with_overrides
 from sidestream.cli.standard_streams import read_stdin
-from sidestream.config.engine import DEFAULT_BLOCK_SIZE, DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
+from sidestream.config.engine import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_MAX_FORM_SECONDS,
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+)
 from sidestream.core.outputs import Logprob, RequestOutput
 from sidestream.core.sampling_params import SamplingParams
 from sidestream.errors import RequestError
@@ -147,6 +153,7 @@ def generate(
     hisparse_hot_factor: HisparseHotFactor = 2,
     hisparse_watermark: HisparseWatermark = 0.125,
     hisparse_staged_tokens: HisparseStagedTokens = None,
+    max_form_seconds: MaxFormSeconds = DEFAULT_MAX_FORM_SECONDS,
 ) -> None:
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -192,6 +199,7 @@ def generate(
         hisparse_hot_factor=hisparse_hot_factor,
         hisparse_watermark=hisparse_watermark,
         hisparse_staged_tokens=hisparse_staged_tokens,
+        max_form_seconds=max_form_seconds,
     )
     if demo:
         _demo(llm, entries, prompts, all_params)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 DEFAULT_BLOCK_SIZE = 64
 DEFAULT_MAX_NUM_SEQS = 32
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 1024
+DEFAULT_MAX_FORM_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,7 @@ class EngineConfig:
         hisparse_watermark: share of the device's KV blocks that is kept free, by copies to the host ahead of need.
         hisparse_staged_tokens: of context, in all, that the prefills of one step may have behind them: the device keeps
             room for so many rows of one layer. None is two of the longest sequences.
+        max_form_seconds: that compiling the form of a structured output, and trying it, may take.
         seed: of requests that bring none, and of dummy weights.
     """
 
@@ -78,4 +80,5 @@ class EngineConfig:
     hisparse_hot_factor: int = 2
     hisparse_watermark: float = 0.125
     hisparse_staged_tokens: int | None = None
+    max_form_seconds: float = DEFAULT_MAX_FORM_SECONDS
     seed: int = 0

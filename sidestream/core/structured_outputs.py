@@ -69,3 +69,8 @@ class StructuredOutputs:
         limit = MAX_TAG_CHARACTERS if self.structural_tag is not None else MAX_CHARACTERS
         if size > limit:
             raise RequestError(f"{self.source} {given[0]} has {size} characters, the limit is {limit}")
+
+    @property
+    def kind(self) -> str:
+        """Which of ``FORMS`` it is."""
+        return next(name for name in FORMS if getattr(self, name) not in (None, False))

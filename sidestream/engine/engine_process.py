@@ -88,7 +88,7 @@ class EngineProcess:
                 if request.params.structured_outputs is None:
                     self._add(request)
                 else:
-                    self._forms.submit(request)
+                    self._prepare(request)
         elif isinstance(command, Abort):
             for request_id in command.request_ids:
                 if not self._forms.cancel(request_id):
@@ -108,15 +108,25 @@ class EngineProcess:
         except SidestreamError as error:
             self._refuse(request, error)
 
+    def _prepare(self, request: Request) -> None:
+        """Have a request's form compiled first."""
+        try:
+            self._masks.check(request)
+        except SidestreamError as error:
+            self._refuse(request, error)
+        else:
+            self._forms.submit(request)
+
     def _add_compiled(self) -> None:
         """Requests whose forms have been compiled, in the meantime and beside the steps, go on."""
-        for request, error in self._forms.take():
-            if error is None:
-                self._add(request)
-            elif isinstance(error, SidestreamError):
-                self._refuse(request, error)
+        for compiled in self._forms.take():
+            if compiled.error is None:
+                self._masks.expect(compiled.request.request_id, compiled.grammar)
+                self._add(compiled.request)
+            elif isinstance(compiled.error, SidestreamError):
+                self._refuse(compiled.request, compiled.error)
             else:
-                raise error
+                raise compiled.error
 
     def _refuse(self, request: Request, error: SidestreamError) -> None:
         self._channel.send(Refused(request.request_id, type(error).__name__, str(error)))
@@ -202,7 +212,12 @@ def start(channel: Channel, message: Start, clock: StartupClock) -> EngineProces
     model = built.config.model
     clock.begin("engine's tokenizer")
     tokenizer = load_tokenizer(message.folder)
-    masks = masks_for(tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
+    masks = masks_for(
+        tokenizer,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        max_form_seconds=built.config.max_form_seconds,
+    )
     core = EngineCore(built, masks=masks)
     warm_up(built, core, clock=clock)
     engine = EngineProcess(channel, built, core, masks)

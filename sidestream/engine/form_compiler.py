@@ -4,29 +4,70 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from threading import Condition, Thread
+from typing import Any
 
 from sidestream.core.request import Request
+from sidestream.core.structured_outputs import StructuredOutputs
+from sidestream.engine.form_trials import Attempt, CancelledAttemptError, TooSlowError
 
 THREADS = 2
-"""One form that takes long must not hold up all others."""
+"""For quick forms, and again for slow ones: these wait for each other, and quick ones for none of them."""
+QUICK_SECONDS = 1.0
+"""That a form may take among the quick ones; beyond it is begun anew among the slow."""
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """A form, and who waits for it."""
+
+    form: StructuredOutputs
+    requests: dict[str, Request] = field(default_factory=dict)
+    attempt: Attempt = field(default_factory=Attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A request that is through.
+
+    Attributes:
+        grammar: what its form was compiled to; None with an error.
+    """
+
+    request: Request
+    grammar: Any
+    error: Exception | None
 
 
 class FormCompiler:
     """Requests go in, and come out once their forms are compiled. Daemon threads do it: they hold up no exit.
 
+    Requests of one form wait for the same work, which ends when the last of them is cancelled.
+
     Args:
-        prepare: the slow work for a request, called on several threads; what it raises goes with the request.
+        prepare: the slow work for a form, called on several threads; what it raises goes with the requests, but for
+            ``TooSlowError`` of an attempt whose seconds are limited.
+        threads: for quick forms, and as many for slow ones.
     """
 
-    def __init__(self, prepare: Callable[[Request], None], *, threads: int = THREADS) -> None:
+    def __init__(
+        self,
+        prepare: Callable[[StructuredOutputs, Attempt], Any],
+        *,
+        threads: int = THREADS,
+        quick: float = QUICK_SECONDS,
+    ) -> None:
         self._prepare = prepare
         self._news = Condition()
-        self._queue: deque[Request] = deque()
+        self._quick: deque[_Job] = deque()
+        self._slow: deque[_Job] = deque()
+        self._jobs: dict[StructuredOutputs, _Job] = {}
         self._wanted: dict[str, Request] = {}
-        self._finished: list[tuple[Request, Exception | None]] = []
-        for i in range(threads):
-            Thread(target=self._work, name=f"forms-{i}", daemon=True).start()
+        self._finished: list[Compiled] = []
+        for name, queue, seconds in (("quick", self._quick, quick), ("slow", self._slow, None)):
+            for i in range(threads):
+                Thread(target=self._work, args=(queue, seconds), name=f"forms-{name}-{i}", daemon=True).start()
 
     @property
     def busy(self) -> bool:
@@ -34,40 +75,62 @@ class FormCompiler:
         return bool(self._wanted)
 
     def submit(self, request: Request) -> None:
+        form = request.params.structured_outputs
+        assert form is not None, f"{request.request_id} has no form"
         with self._news:
             self._wanted[request.request_id] = request
-            self._queue.append(request)
-            self._news.notify()
+            if form not in self._jobs:
+                self._jobs[form] = _Job(form)
+                self._quick.append(self._jobs[form])
+                self._news.notify_all()
+            self._jobs[form].requests[request.request_id] = request
 
     def cancel(self, request_id: str) -> bool:
-        """Let a request go; whether it was here. A form that is being compiled is compiled for nobody."""
+        """Let a request go; whether it was here."""
         with self._news:
-            self._queue = deque(request for request in self._queue if request.request_id != request_id)
-            return self._wanted.pop(request_id, None) is not None
+            request = self._wanted.pop(request_id, None)
+            if request is None:
+                return False
+            form = request.params.structured_outputs
+            assert form is not None, f"{request_id} has no form"
+            job = self._jobs.get(form)
+            if job is not None and job.requests.pop(request_id, None) is not None and not job.requests:
+                del self._jobs[form]
+                for queue in (self._quick, self._slow):
+                    if job in queue:
+                        queue.remove(job)
+                job.attempt.cancel()
+        return True
 
-    def take(self) -> list[tuple[Request, Exception | None]]:
-        """Requests that are through, each with what it failed with."""
+    def take(self) -> list[Compiled]:
+        """Requests that are through."""
         with self._news:
             finished, self._finished = self._finished, []
-            through = [(request, error) for request, error in finished if self._is_wanted(request)]
-            for request, _ in through:
-                del self._wanted[request.request_id]
+            through = [one for one in finished if self._wanted.get(one.request.request_id) is one.request]
+            for one in through:
+                del self._wanted[one.request.request_id]
         return through
 
-    def _is_wanted(self, request: Request) -> bool:
-        """It was not cancelled, nor another put in its place under the same id."""
-        return self._wanted.get(request.request_id) is request
-
-    def _work(self) -> None:
+    def _work(self, queue: deque[_Job], seconds: float | None) -> None:
         while True:
             with self._news:
-                while not self._queue:
+                while not queue:
                     self._news.wait()
-                request = self._queue.popleft()
-            error: Exception | None = None
+                job = queue.popleft()
+                job.attempt = Attempt(seconds)
+            grammar, error = None, None
             try:
-                self._prepare(request)
-            except Exception as raised:  # noqa: BLE001  whoever takes the request is told
+                grammar = self._prepare(job.form, job.attempt)
+            except CancelledAttemptError:
+                continue
+            except Exception as raised:  # noqa: BLE001  whoever takes the requests is told
                 error = raised
             with self._news:
-                self._finished.append((request, error))
+                if self._jobs.get(job.form) is not job:
+                    continue  # cancelled
+                if isinstance(error, TooSlowError):
+                    self._slow.append(job)
+                    self._news.notify_all()
+                    continue
+                del self._jobs[job.form]
+                self._finished += [Compiled(request, grammar, error) for request in job.requests.values()]

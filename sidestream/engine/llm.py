@@ -17,6 +17,7 @@ from typing import Any
 
 from sidestream.config.engine import (
     DEFAULT_BLOCK_SIZE,
+    DEFAULT_MAX_FORM_SECONDS,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
     EngineConfig,
@@ -57,7 +58,7 @@ class LLM:
         device, dtype, load_format, max_num_seqs, max_num_batched_tokens, prefill_pacing, max_model_len, block_size,
             num_blocks, kv_cache_dtype, cudagraph_mode, max_capture_tokens, stream_policy, graph_debug, memory_limit,
             enable_prefix_caching, num_prefix_snapshots, prefix_snapshot_interval, hisparse_host_memory,
-            hisparse_hot_factor, hisparse_watermark, hisparse_staged_tokens, seed: see
+            hisparse_hot_factor, hisparse_watermark, hisparse_staged_tokens, max_form_seconds, seed: see
             ``EngineConfig``.
     Raises:
         ConfigError, CheckpointError, CapacityError: naming the value, the limit and the knob.
@@ -89,6 +90,7 @@ class LLM:
         hisparse_hot_factor: int = 2,
         hisparse_watermark: float = 0.125,
         hisparse_staged_tokens: int | None = None,
+        max_form_seconds: float = DEFAULT_MAX_FORM_SECONDS,
         seed: int = 0,
     ) -> None:
         folder = _folder(model)
@@ -117,13 +119,19 @@ class LLM:
                 hisparse_hot_factor=hisparse_hot_factor,
                 hisparse_watermark=hisparse_watermark,
                 hisparse_staged_tokens=hisparse_staged_tokens,
+                max_form_seconds=max_form_seconds,
                 seed=seed,
             ),
         )
         config = self.built.config
         self.tokenizer: Any | None = load_tokenizer(folder)
         model_config = config.model
-        masks = masks_for(self.tokenizer, vocab_size=model_config.vocab_size, eos_token_ids=model_config.eos_token_ids)
+        masks = masks_for(
+            self.tokenizer,
+            vocab_size=model_config.vocab_size,
+            eos_token_ids=model_config.eos_token_ids,
+            max_form_seconds=config.max_form_seconds,
+        )
         self.core = EngineCore(self.built, masks=masks)
         self._inputs = InputProcessor(
             config.model, self.tokenizer, max_model_len=self.built.max_model_len, seed=config.seed

@@ -3,35 +3,56 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
+from collections import OrderedDict
 from collections.abc import Sequence
+from hashlib import sha256
 from threading import Lock
 from typing import Any, Protocol
 
 import torch
 
 from sidestream.core.request import Request
-from sidestream.core.structured_outputs import JSON_WHITESPACE, StructuredOutputs
-from sidestream.engine.grammar_errors import reason
+from sidestream.core.structured_outputs import StructuredOutputs
+from sidestream.engine.form_grammar import COMPILE_ERRORS, compile_form, why_refused
+from sidestream.engine.form_trials import Attempt, FormTrials
 from sidestream.errors import RequestError
 
 COMPILER_THREADS = 1
 """For one form: steps need the other cores."""
 CACHE_BYTES = 256 * 2**20
 """Of compiled grammars."""
+PASSED_FORMS = 4096
+"""That are not tried again, should they have left the cache."""
 CONTROL = re.compile(rb"[\x00-\x09\x0b-\x1f]")
 
 
 class TokenMasks(Protocol):
     """Follows constrained requests token by token."""
 
-    def prepare(self, request: Request) -> None:
-        """Do the slow part of ``add`` before it, perhaps on other threads, several at once; the same errors."""
+    def check(self, request: Request) -> None:
+        """RequestError if the request cannot be followed, whatever its form holds."""
+        ...
+
+    def prepare(self, form: StructuredOutputs, attempt: Attempt) -> Any:
+        """Do the slow part of ``add``, perhaps on other threads, several at once.
+
+        Returns:
+            What ``expect`` takes.
+        Raises:
+            RequestError: the form cannot be followed, or takes too long.
+            TooSlowError, CancelledAttemptError: the attempt ended first.
+        """
+        ...
+
+    def expect(self, request_id: str, prepared: Any) -> None:
+        """Keep what was prepared for a request until it is added or dropped."""
         ...
 
     def add(self, request: Request) -> None:
-        """Start following a request; RequestError if its form cannot be followed. Others are passed over."""
+        """Start following a request; the errors of ``prepare``, which is done here if nothing is expected. Requests
+        without a form are passed over.
+        """
         ...
 
     def bitmask(self, request_ids: Sequence[str]) -> torch.Tensor | None:
@@ -50,13 +71,18 @@ class TokenMasks(Protocol):
 class NoMasks:
     """For a checkpoint without a tokenizer: no form can be followed."""
 
-    def prepare(self, request: Request) -> None:
-        return self.add(request)
+    def check(self, request: Request) -> None:
+        if (form := request.params.structured_outputs) is not None:
+            self.prepare(form, Attempt())
+
+    def prepare(self, form: StructuredOutputs, attempt: Attempt) -> Any:
+        raise RequestError(f"{form.source} needs a tokenizer, and this checkpoint has none")
+
+    def expect(self, request_id: str, prepared: Any) -> None:
+        return None
 
     def add(self, request: Request) -> None:
-        form = request.params.structured_outputs
-        if form is not None:
-            raise RequestError(f"{form.source} needs a tokenizer, and this checkpoint has none")
+        self.check(request)
 
     def bitmask(self, request_ids: Sequence[str]) -> torch.Tensor | None:
         return None
@@ -78,32 +104,57 @@ class GrammarMasks:
         tokenizer: a transformers tokenizer.
         vocab_size: of the logits.
         eos_token_ids: one of them ends a complete text.
+        max_form_seconds: that it may take to compile a form, tried in a process that is killed then.
     """
 
-    def __init__(self, tokenizer: Any, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, *, vocab_size: int, eos_token_ids: Sequence[int], max_form_seconds: float
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
         self._compiler: Any = None
         self._info: Any = None
         self._opening = Lock()
+        self._max_form_seconds = max_form_seconds
+        self._trials: FormTrials | None = None
+        self._passed: OrderedDict[bytes, None] = OrderedDict()
+        """Digests of forms that may be compiled, the last ones met at the end."""
+        self._expected: dict[str, Any] = {}
         self._printable: torch.Tensor | None = None
         """[ceil(V / 32)]: tokens without control characters other than newlines."""
         self._matchers: dict[str, Any] = {}
         self._forms: dict[str, StructuredOutputs] = {}
 
-    def prepare(self, request: Request) -> None:
-        form = request.params.structured_outputs
-        if form is not None:
-            self._check(request, form)
-            self._compile(form)
+    def prepare(self, form: StructuredOutputs, attempt: Attempt) -> Any:
+        with self._opening:
+            self._open(form)
+            digest = sha256(repr(form).encode(errors="surrogatepass")).digest()
+            passed = digest in self._passed
+        if not passed:
+            assert self._trials is not None, "made with the compiler"
+            self._trials.check(form, attempt)
+        with self._opening:
+            self._passed[digest] = None
+            self._passed.move_to_end(digest)
+            if len(self._passed) > PASSED_FORMS:
+                self._passed.popitem(last=False)
+        try:
+            return compile_form(self._compiler, form)
+        except COMPILE_ERRORS as error:
+            raise RequestError(f"{form.source} cannot be compiled: {why_refused(error, form)}") from None
+
+    def expect(self, request_id: str, prepared: Any) -> None:
+        self._expected[request_id] = prepared
 
     def add(self, request: Request) -> None:
         form = request.params.structured_outputs
         if form is None:
             return
-        self._check(request, form)
-        compiled = self._compile(form)
+        self.check(request)
+        compiled = self._expected.pop(request.request_id, None)
+        if compiled is None:
+            compiled = self.prepare(form, Attempt())
         import xgrammar
 
         self._matchers[request.request_id] = xgrammar.GrammarMatcher(compiled, override_stop_tokens=self._eos)
@@ -132,10 +183,14 @@ class GrammarMasks:
             matcher.accept_token(token)  # False for an end that was forced
 
     def drop(self, request_id: str) -> None:
+        self._expected.pop(request_id, None)
         self._matchers.pop(request_id, None)
         self._forms.pop(request_id, None)
 
-    def _check(self, request: Request, form: StructuredOutputs) -> None:
+    def check(self, request: Request) -> None:
+        form = request.params.structured_outputs
+        if form is None:
+            return
         if importlib.util.find_spec("xgrammar") is None:
             raise RequestError(f"{form.source} needs xgrammar, which is not installed (the server extra has it)")
         if not self._eos:
@@ -143,23 +198,6 @@ class GrammarMasks:
         for name, off in (("ignore_eos", False), ("min_tokens", 0)):
             if (value := getattr(request.params, name)) != off:
                 raise RequestError(f"{name} is {value!r}, which {form.source} cannot have: its form says when to end")
-
-    def _compile(self, form: StructuredOutputs) -> Any:
-        with self._opening:
-            self._open(form)
-        try:
-            if form.json is not None:
-                return self._compiler.compile_json_schema(form.json, max_whitespace_cnt=JSON_WHITESPACE)
-            if form.json_object:
-                return self._compiler.compile_json_schema('{"type": "object"}', max_whitespace_cnt=JSON_WHITESPACE)
-            if form.regex is not None:
-                return self._compiler.compile_regex(form.regex)
-            if form.structural_tag is not None:
-                return self._compiler.compile_structural_tag(form.structural_tag)
-            return self._compiler.compile_grammar(form.grammar if form.choice is None else _alternatives(form.choice))
-        except (RuntimeError, ValueError, TypeError) as error:
-            why = reason(error, keep_place=form.grammar is not None)
-            raise RequestError(f"{form.source} cannot be compiled: {why}") from None
 
     def _open(self, form: StructuredOutputs) -> None:
         """Make what compiling a form needs, once."""
@@ -172,14 +210,10 @@ class GrammarMasks:
             self._compiler = xgrammar.GrammarCompiler(
                 self._info, max_threads=COMPILER_THREADS, cache_limit_bytes=CACHE_BYTES
             )
+            self._trials = FormTrials(self._info.serialize_json, limit=self._max_form_seconds)
         if not form.control_characters and self._printable is None:
             printable = [not CONTROL.search(token) for token in self._info.decoded_vocab]
             self._printable = _words(printable, self._vocab_size)
-
-
-def _alternatives(texts: Sequence[str]) -> str:
-    """A grammar of a few literal texts."""
-    return "root ::= " + " | ".join(json.dumps(text, ensure_ascii=True) for text in texts)
 
 
 def _words(allowed: Sequence[bool], size: int) -> torch.Tensor:
@@ -194,8 +228,12 @@ def _bit(place: int) -> int:
     return -(1 << 31) if place == 31 else 1 << place
 
 
-def masks_for(tokenizer: Any | None, *, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarMasks | NoMasks:
+def masks_for(
+    tokenizer: Any | None, *, vocab_size: int, eos_token_ids: Sequence[int], max_form_seconds: float
+) -> GrammarMasks | NoMasks:
     """What follows forms for a checkpoint."""
     if tokenizer is None:
         return NoMasks()
-    return GrammarMasks(tokenizer, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+    return GrammarMasks(
+        tokenizer, vocab_size=vocab_size, eos_token_ids=eos_token_ids, max_form_seconds=max_form_seconds
+    )

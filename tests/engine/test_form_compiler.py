@@ -9,51 +9,87 @@ from threading import Event
 
 from sidestream.core.request import Request
 from sidestream.core.sampling_params import SamplingParams
-from sidestream.engine.form_compiler import FormCompiler
+from sidestream.core.structured_outputs import StructuredOutputs
+from sidestream.engine.form_compiler import Compiled, FormCompiler
+from sidestream.engine.form_trials import Attempt, CancelledAttemptError, TooSlowError
 
 PATIENCE = 60.0
 
 
-def request(name: str) -> Request:
-    return Request(name, (5,), SamplingParams(), 7, 1, frozenset(), ())
+def request(name: str, form: str | None = None) -> Request:
+    """Of its own form, unless another is named."""
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex=form or name))
+    return Request(name, (5,), params, 7, 1, frozenset(), ())
 
 
 class Gated:
-    """Work that waits for its request's gate."""
+    """Work that waits for its form's gate; among quick forms ``slow`` ones give up at once."""
 
     def __init__(self, *names: str) -> None:
         self.gates = {name: Event() for name in names}
         self.begun = {name: Event() for name in names}
+        self.attempts: list[tuple[str, float | None]] = []
 
-    def prepare(self, request: Request) -> None:
-        self.begun[request.request_id].set()
-        assert self.gates[request.request_id].wait(PATIENCE)
-        if request.request_id == "wrong":
+    def prepare(self, form: StructuredOutputs, attempt: Attempt) -> str:
+        name = str(form.regex)
+        self.attempts.append((name, attempt.seconds))
+        if name.startswith("slow") and attempt.seconds is not None:
+            raise TooSlowError
+        self.begun[name].set()
+        assert self.gates[name].wait(PATIENCE)
+        attempt.check()
+        if name == "wrong":
             raise ValueError("no such form")
+        return f"grammar of {name}"
 
 
-def take(forms: FormCompiler) -> list[tuple[str, str | None]]:
+def take(forms: FormCompiler, count: int) -> list[Compiled]:
     """The next that are through."""
+    through: list[Compiled] = []
     deadline = time.monotonic() + PATIENCE
-    while not (through := forms.take()):
+    while len(through) < count:
+        through += forms.take()
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    return [(request.request_id, None if error is None else str(error)) for request, error in through]
+    return through
 
 
-def test_a_slow_form_does_not_hold_up_the_next() -> None:
-    work = Gated("slow", "quick", "wrong")
-    forms = FormCompiler(work.prepare)
-    for name in work.gates:
+def said(forms: FormCompiler, count: int = 1) -> list[tuple[str, str]]:
+    return [(one.request.request_id, str(one.error or one.grammar)) for one in take(forms, count)]
+
+
+def test_slow_forms_do_not_hold_up_the_next() -> None:
+    """However many there are: they wait for one another, and begin anew apart from the quick ones."""
+    slow = [f"slow {i}" for i in range(5)]
+    work = Gated(*slow, "quick", "wrong")
+    forms = FormCompiler(work.prepare, threads=1, quick=0.5)
+    for name in slow:
         forms.submit(request(name))
-    work.gates["quick"].set()
-    assert take(forms) == [("quick", None)]
-    work.gates["wrong"].set()
-    assert take(forms) == [("wrong", "no such form")]
+    assert work.begun["slow 0"].wait(PATIENCE)
+    for name in ("quick", "wrong"):
+        work.gates[name].set()
+        forms.submit(request(name))
+    assert sorted(said(forms, 2)) == [("quick", "grammar of quick"), ("wrong", "no such form")]
     assert forms.busy
-    work.gates["slow"].set()
-    assert take(forms) == [("slow", None)]
+    for name in slow:
+        work.gates[name].set()
+        assert said(forms) == [(name, f"grammar of {name}")]
     assert not forms.busy
+    assert [one for one in work.attempts if one[1] is None] == [(name, None) for name in slow]
+    assert [one for one in work.attempts if one[1] is not None] == [(n, 0.5) for n in (*slow, "quick", "wrong")]
+
+
+def test_requests_of_one_form_wait_for_the_same_work() -> None:
+    work = Gated("shared")
+    forms = FormCompiler(work.prepare)
+    forms.submit(request("a", "shared"))
+    assert work.begun["shared"].wait(PATIENCE)
+    for name in ("b", "c"):
+        forms.submit(request(name, "shared"))
+    assert forms.cancel("b")
+    work.gates["shared"].set()
+    assert said(forms, 2) == [("a", "grammar of shared"), ("c", "grammar of shared")]
+    assert work.attempts == [("shared", 1.0)]
 
 
 def test_what_was_cancelled_is_not_compiled_and_does_not_come_out() -> None:
@@ -67,9 +103,40 @@ def test_what_was_cancelled_is_not_compiled_and_does_not_come_out() -> None:
     assert not forms.cancel("queued")
     work.gates["running"].set()
     work.gates["last"].set()
-    assert take(forms) == [("last", None)]
+    assert said(forms) == [("last", "grammar of last")]
     assert not work.begun["queued"].is_set()
     assert not forms.busy
+
+
+def test_work_ends_when_nobody_waits_for_it() -> None:
+    """Among quick forms, among slow ones, and in the queue of the slow."""
+    ended: list[str] = []
+    begun = {name: Event() for name in ("quick", "slow", "slow too")}
+
+    def prepare(form: StructuredOutputs, attempt: Attempt) -> None:
+        name = str(form.regex)
+        if name.startswith("slow") and attempt.seconds is not None:
+            raise TooSlowError
+        begun[name].set()
+        while True:
+            time.sleep(0.001)
+            try:
+                attempt.check()
+            except CancelledAttemptError:
+                ended.append(name)
+                raise
+
+    forms = FormCompiler(prepare, threads=1)
+    for name in ("slow", "slow too", "quick"):
+        forms.submit(request(name))
+    assert begun["slow"].wait(PATIENCE)
+    assert begun["quick"].wait(PATIENCE)
+    for name in begun:
+        assert forms.cancel(name)
+    assert not forms.busy
+    forms.submit(request("slow too"))  # whose thread must be free for it
+    assert begun["slow too"].wait(PATIENCE)
+    assert sorted(ended) == ["quick", "slow"]
 
 
 def test_an_id_that_is_used_again_gets_its_own_form() -> None:
@@ -81,12 +148,9 @@ def test_an_id_that_is_used_again_gets_its_own_form() -> None:
     second = request("a")
     forms.submit(second)
     work.gates["a"].set()
-    deadline = time.monotonic() + PATIENCE
-    while not (through := forms.take()):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    assert [found for found, _ in through] == [second]
-    assert through[0][0] is second
+    (through,) = take(forms, 1)
+    assert through.request is second
+    assert len(work.attempts) == 2
 
 
 def test_an_exit_does_not_wait() -> None:
@@ -95,7 +159,7 @@ def test_an_exit_does_not_wait() -> None:
         "from sidestream.engine.form_compiler import FormCompiler\n"
         "from tests.engine.test_form_compiler import request\n"
         "begun = threading.Event()\n"
-        "forms = FormCompiler(lambda _: (begun.set(), threading.Event().wait()))\n"
+        "forms = FormCompiler(lambda *_: (begun.set(), threading.Event().wait()))\n"
         "forms.submit(request('a'))\n"
         "begun.wait()\n"
     )

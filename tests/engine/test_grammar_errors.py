@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from sidestream.core.request import Request
-from sidestream.core.sampling_params import SamplingParams
 from sidestream.core.structured_outputs import StructuredOutputs
+from sidestream.engine.form_trials import Attempt
 from sidestream.engine.grammar_errors import UNKNOWN, reason
 from sidestream.engine.llm import bundled_model
 from sidestream.engine.token_masks import TokenMasks, masks_for
@@ -36,16 +35,13 @@ FORMS = [
 @pytest.fixture(scope="module")
 def masks() -> TokenMasks:
     tokenizer = load_tokenizer(bundled_model())
-    return masks_for(tokenizer, vocab_size=len(tokenizer), eos_token_ids=[0])
+    return masks_for(tokenizer, vocab_size=len(tokenizer), eos_token_ids=[0], max_form_seconds=60)
 
 
 @pytest.mark.parametrize(("form", "why"), FORMS)
 def test_a_form_that_cannot_be_compiled(masks: TokenMasks, form: dict[str, object], why: str) -> None:
-    params = SamplingParams(structured_outputs=StructuredOutputs(**form))  # type: ignore[arg-type]
-    stops: frozenset[int] = frozenset()
-    request = Request("a", (1,), params, seed=0, max_tokens=4, stop_token_ids=stops, mask_token_ids=(), cache_salt="")
     with pytest.raises(RequestError) as caught:
-        masks.prepare(request)
+        masks.prepare(StructuredOutputs(**form), Attempt())  # type: ignore[arg-type]
     assert str(caught.value) == f"structured_outputs cannot be compiled: {why}"
     assert not INTERNALS.search(str(caught.value))
 

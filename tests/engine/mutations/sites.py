@@ -74,13 +74,15 @@ NOT_STEPS = (
     "engine/doctor/",
     "engine/engine_process.py",
     "engine/form_compiler.py",
+    "engine/form_trials.py",
     "engine/memory_probe.py",
     "engine/verify/",
     "server/",
 )
 """The devices, which do what they are told; the doctor, whose small programs ask what a device does; ``verify``, which
 runs whole engines one after the other; the memory probe, the benchmarks and the server's engine process, which run
-whole steps one after the other and read clocks and counters between them; what compiles forms, on threads of its own;
+whole steps one after the other and read clocks and counters between them; what tries and compiles
+forms, on threads of its own;
 the server, which waits for clients and for an engine in another process."""
 
 BOOKKEEPING = ("cache/prefix_cache.py", "scheduler/prefixes.py", "scheduler/scheduler.py")
