@@ -234,8 +234,9 @@ def launches(shape: Shape) -> list[tuple[ScorePlan, SelectPlan, bool]]:
     selectings = select_variants(shape.table // shape.kpool, shape.topk // shape.kpool, rows=shape.rows)
     pairs = [(scorings[0], selecting, False) for selecting in selectings]
     pairs += [(scoring, selectings[0], True) for scoring in scorings]
-    late = (replace(scorings[0], pdl=False), replace(selectings[0], pdl=False))
-    return [*pairs, (*late, False)]
+    for fused, other in ((False, {"pdl": False}), (True, {"late": True})):
+        pairs.append((replace(scorings[0], **other), replace(selectings[0], **other), fused))
+    return pairs
 
 
 def check_shape(shape: Shape, scoring: ScorePlan, selecting: SelectPlan, fused: bool) -> None:
@@ -285,8 +286,9 @@ def measure_shape(shape: Shape, until: float) -> dict[str, Any]:
 
     side = torch.cuda.Stream()
 
-    def whole(i: int, plans: dict[str, Any], *, where: str, pdl: bool) -> None:
-        chosen: dict[str, Any] = {name: replace(plan, pdl=pdl) for name, plan in plans.items()}
+    def whole(i: int, plans: dict[str, Any], *, where: str, start: str) -> None:
+        chosen: dict[str, Any] = {name: replace(plan, pdl=start != ", launched late") for name, plan in plans.items()}
+        chosen |= {name: replace(chosen[name], late=start == ", released late") for name in ("scores", "select")}
         step.write(i, chosen["keys"])
         step.select(i, fused=where == "fused", scoring=chosen["scores"], selecting=chosen["select"])
         if where == "behind":
@@ -297,12 +299,12 @@ def measure_shape(shape: Shape, until: float) -> dict[str, Any]:
                 step.map(i, chosen["map"])
             torch.cuda.current_stream().wait_stream(side)
 
-    kinds = [(table, where, True) for where in ("behind", "fused", "side", "none")]
-    kinds += [(table, "behind", False), (best, "behind", True)]
+    kinds = [(table, where, "") for where in ("behind", "fused", "side", "none")] + [(best, "behind", "")]
+    kinds += [(table, "behind", ", launched late"), *((table, w, ", released late") for w in ("behind", "fused"))]
     totals = {}
-    for plans, where, pdl in kinds:
-        name = f"{'best' if plans is best else 'table'}, map {where}{'' if pdl else ', launched late'}"
-        totals[name] = timed(partial(whole, plans=plans, where=where, pdl=pdl), copies)
+    for plans, where, start in kinds:
+        called = partial(whole, plans=plans, where=where, start=start)
+        totals[f"{'best' if plans is best else 'table'}, map {where}{start}"] = timed(called, copies)
     floor = shape.rows * shape.entries * (2 * DIM + 8) / BYTES_PER_US
     return {"shape": shape.name, "bar": shape.bar, "floor": floor, "whole": totals, "sweeps": sweeps}
 

@@ -30,6 +30,8 @@ from sidestream.core.ring import plan_ring
 from sidestream.ops.kda import mixed_step, reference, torch_chunked, torch_impl, triton_chunked
 from sidestream.ops.kda.torch_impl import ForgetGate
 from sidestream.ops.kda.triton_decode import Launch, decode_step
+from sidestream.ops.linear import triton_linear
+from sidestream.ops.linear.launches import launch_for
 
 HEADS, DIM, WINDOW = 64, 128, 4
 BYTES_PER_S = 4.28e12
@@ -49,6 +51,7 @@ SWEEP = [
     Launch(True, rows=32),
     Launch(True, rows=64),
     Launch(True, rows=16, overlap=False),
+    Launch(True, rows=16, early=True),
     Launch(False, rows=16, columns=32),
     Launch(False, rows=16, columns=64),
 ]
@@ -134,11 +137,16 @@ def scale_states(made: dict[str, Any]) -> None:
 
 
 def check(launch: Launch) -> float:
-    """Largest relative error of output and state."""
+    """Largest relative error of output and state, right behind a projection that lets this step start early."""
+    decode_step(**arguments(3, seed=2), launch=launch)  # compiled, so that the next one is not late
     base = arguments(3, seed=1)
-    truth = on_cpu(base)
+    x = torch.randn(3, 256, device="cuda").bfloat16()
+    weight = torch.randn(base["projected"].shape[1], 256, device="cuda").bfloat16() / 16
+    tiles = launch_for(3, *weight.shape)
+    assert tiles is not None
+    truth = on_cpu({**base, "projected": triton_linear.linear(x, weight, None, launch=tiles)})
     want = reference.decode_step(**truth)
-    out = decode_step(**base, launch=launch)
+    out = decode_step(**{**base, "projected": triton_linear.linear(x, weight, None, launch=tiles)}, launch=launch)
     assert torch.equal(base["conv_state"].cpu(), truth["conv_state"]), launch
     return max(error(out, want), error(base["state"][1:], truth["state"][1:]))
 

@@ -35,6 +35,7 @@ class ScorePlan:
         block: entries a tile. The same for all rows, so that a score does not depend on the batch.
         splits: programs a row, which take its tiles in turn.
         pdl: launch while the kernel before still runs (programmatic dependent launch), and wait for it there.
+        late: then let the kernel behind start as programs end, not at once: early ones take room where there is some.
     """
 
     block: int
@@ -42,6 +43,7 @@ class ScorePlan:
     warps: int
     stages: int
     pdl: bool = False
+    late: bool = False
 
 
 @lru_cache(maxsize=1024)
@@ -109,6 +111,7 @@ def _scores_kernel(
     cos_row, sin_row, scores_row, capacity, picks, splits,
     KPOOL: tl.constexpr, PER_BLOCK: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, TICKET: tl.constexpr, FP32: tl.constexpr, PDL: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -117,7 +120,8 @@ def _scores_kernel(
     valid = (tl.load(lens + row * lens_stride) // KPOOL).to(tl.int32)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
+        if not LATE:
+            gdc_launch_dependents()
     if TICKET and split == 0:
         tl.store(tickets + row, 0)
     if valid > picks:
@@ -197,7 +201,7 @@ def paged_scores(
         angles[0].stride(0), angles[1].stride(0), width, entries, picks, plan.splits, KPOOL=kpool,
         PER_BLOCK=per_block, HEADS=heads, DIM=dim, BLOCK=plan.block, ROPE=2 * cos.shape[1] if cos is not None else 0,
         INTERLEAVED=interleaved, TICKET=tickets is not None, FP32=INTERPRETED, PDL=plan.pdl, launch_pdl=plan.pdl,
-        num_warps=plan.warps, num_stages=plan.stages,
+        LATE=plan.late, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return scores
 

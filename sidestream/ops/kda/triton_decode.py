@@ -37,12 +37,14 @@ class Launch:
         rows: of the step that a program of the first kernel takes, at least 16. More gain under 1 % at 128 rows.
         columns: of the state that the second kernel works on at once, while the next are on their way; if not ordered.
         overlap: start the second kernel beside the first, where the device can.
+        early: start the first kernel while the one before it ends: its weights never change, so it has them by then.
     """
 
     ordered: bool
     rows: int = 16
     columns: int = 64
     overlap: bool = True
+    early: bool = False
 
 
 @cache
@@ -83,7 +85,8 @@ def decode_step(
     if launch is None:
         ordered = hopper and D == 128 and plan.window <= MOST_TAPS and first_use.agree(projected.device, *_BOTH)
         launch = Launch(ordered)
-    overlap = launch.overlap and hopper
+    overlap, early = launch.overlap and hopper, launch.early and hopper
+    first_options: dict[str, bool] = {"launch_pdl": True} if early else {}
     expanded = torch.empty(2, T, H * D, dtype=torch.float32, device=projected.device)
     _expand[(2 * H, triton.cdiv(T, launch.rows))](
         projected,
@@ -94,9 +97,11 @@ def decode_step(
         H,
         D=D,
         ROWS=launch.rows,
+        EARLY=early,
         RELEASES=overlap,
         NARROW=projected.is_cuda and projected.dtype != torch.float32,  # Triton's interpreter multiplies fp32 alone
         num_warps=4,
+        **first_options,
     )
     out = torch.empty(T, H * D, dtype=projected.dtype, device=projected.device)
     memories = (projected, conv_state, state, out, expanded, conv_weight, dt_bias, A_log, norm_weight, slots, start)
@@ -137,17 +142,22 @@ def _expand(
     H: tl.tensor,
     D: tl.constexpr,
     ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
     RELEASES: tl.constexpr,
     NARROW: tl.constexpr,
 ) -> None:
     """Low-rank rows of one gate times one head's outputs: [2, T, H * D] fp32."""
-    if RELEASES:
+    if RELEASES and not EARLY:
         gdc_launch_dependents()
     half = tl.program_id(0) // H
     head = tl.program_id(0) % H
     t = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     line = tl.arange(0, D)
     weight = tl.load(expand + tl.program_id(0) * (D * D) + line[:, None] * D + line[None, :])
+    if EARLY:
+        gdc_wait()
+        if RELEASES:  # not before: the second kernel reads what stands before both without a wait of its own
+            gdc_launch_dependents()
     place = t[:, None] * row + (3 * H + half) * D + line[None, :]
     low = tl.load(projected + place, mask=(t < T)[:, None], other=0.0)
     if NARROW:

@@ -46,6 +46,7 @@ class SelectPlan:
         warps, pick_warps: of these programs and of the one that picks in a second launch.
         registers: most a thread may have, None for as many as it asks for.
         pdl: launch while the kernel before still runs (programmatic dependent launch), and wait for it there.
+        late: then let the kernel behind start as programs end, not at once: early ones take room where there is some.
     """
 
     small: int
@@ -57,6 +58,7 @@ class SelectPlan:
     pick_warps: int = 8
     registers: int | None = None
     pdl: bool = False
+    late: bool = False
 
 
 @lru_cache(maxsize=1024)
@@ -166,11 +168,12 @@ def _select_kernel(
     capacity, picks, splits,
     KPOOL: tl.constexpr, PER_BLOCK: tl.constexpr, TAIL: tl.constexpr, SMALL: tl.constexpr, MERGE: tl.constexpr,
     TILE: tl.constexpr, SAMPLE: tl.constexpr, SPLITS: tl.constexpr, TICKET: tl.constexpr, WIDTH: tl.constexpr,
-    ALIGNED: tl.constexpr, MAP: tl.constexpr, PDL: tl.constexpr,
+    ALIGNED: tl.constexpr, MAP: tl.constexpr, PDL: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
+        if not LATE:
+            gdc_launch_dependents()
     to = (out, table, physical, out_row, out_col, table_row, table_col, rows_row, rows_col)
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -351,7 +354,7 @@ def select_rows(
         table, found, where.counts, *strides, where.counts.stride(0), *numbers,
         TAIL=triton.next_power_of_2(kpool), TILE=plan.tile, SAMPLE=plan.sample, WIDTH=out.shape[1],
         TICKET=tickets is not None and plan.splits > 1, ALIGNED=scores.shape[1] % 16 == 0, num_warps=plan.warps,
-        maxnreg=plan.registers, **modes,
+        LATE=plan.late, maxnreg=plan.registers, **modes,
     )  # fmt: skip
     if plan.splits > 1 and tickets is None:
         _pick_kernel[(rows,)](
