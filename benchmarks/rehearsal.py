@@ -211,7 +211,7 @@ def pretended_device() -> Iterator[None]:
     triton.runtime.driver.set_active(PretendedDriver())
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=True),
-        mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None),  # it would allocate on a real one
+        mock.patch.object(fake_tensor, "init_gpu_context", return_value=None),  # it would allocate on a real one
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
         mock.patch.object(torch, "Generator", HostGenerator),
