@@ -17,24 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from sidestream.cli.workload_options import (
-    WORKLOAD,
-    Dataset,
-    InputLen,
-    NumPrompts,
-    NumWarmups,
-    OutputLen,
-    RangeRatio,
-    Temperature,
-    WorkloadSeed,
-)
-from sidestream.engine.bench.workload import (
-    DATASETS,
-    DEFAULT_INPUT_LEN,
-    DEFAULT_NUM_PROMPTS,
-    DEFAULT_OUTPUT_LEN,
-    Workload,
-)
+from sidestream.cli.workload_options import WORKLOAD, NumWarmups, Temperature, workload_options
+from sidestream.engine.bench.workload import Workload
 from sidestream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,6 +50,7 @@ Prompts are cut to their length with the tokenizer of `--model` or `--tokenizer`
 LOAD = "Load and figures"
 
 
+@workload_options()
 def serve(
     options: Annotated[
         list[str] | None, typer.Argument(help="Behind `--`: options of `sidestream serve`, without `--url`.")
@@ -88,12 +73,8 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(envvar="SIDESTREAM_API_KEY", help="The server's key.", show_envvar=True)
     ] = None,
-    num_prompts: NumPrompts = DEFAULT_NUM_PROMPTS,
-    input_len: InputLen = DEFAULT_INPUT_LEN,
-    output_len: OutputLen = DEFAULT_OUTPUT_LEN,
-    range_ratio: RangeRatio = 0.0,
-    dataset: Dataset = DATASETS[0],
-    seed: WorkloadSeed = 0,
+    *,
+    workload: Workload,
     num_warmups: NumWarmups = 4,
     temperature: Temperature = 0.0,
     tokenizer: Annotated[
@@ -149,19 +130,11 @@ def serve(
     from sidestream.engine.bench.load.open_files import allow_connections
     from sidestream.engine.bench.load.openai_client import OpenAIClient
 
-    workload = Workload(
-        dataset=dataset,
-        num_prompts=num_prompts,
-        input_len=input_len,
-        output_len=output_len,
-        range_ratio=range_ratio,
-        seed=seed,
-    )
     if url is not None and options:
         raise ConfigError("--url names a server that runs; options behind -- are for one of our own")
     target = _target(url, model, tokenizer, vocab_size)
-    if target.without_text and dataset != "random-ids":
-        raise ConfigError(f"dataset is {dataset!r}, and the model has no tokenizer; use --dataset random-ids")
+    if target.without_text and workload.dataset != "random-ids":
+        raise ConfigError(f"dataset is {workload.dataset!r}, and the model has no tokenizer; use --dataset random-ids")
     settings = LoadSettings(
         request_rate=request_rate,
         max_concurrency=max_concurrency,
@@ -183,7 +156,7 @@ def serve(
     )
     check(client, workload, settings)
     check_place(json_file)
-    at_once = min(num_prompts, max_concurrency or num_prompts)
+    at_once = min(workload.num_prompts, max_concurrency or workload.num_prompts)
     if (room := allow_connections(at_once)) < at_once:
         raise ConfigError(
             f"up to {at_once} requests are open at once, and this system's limit of open files leaves room for {room}; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,40 +10,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from sidestream.cli.engine_options import (
-    BlockSize,
-    CudagraphMode,
-    Device,
-    Dtype,
-    HisparseHostMemory,
-    HisparseHotFactor,
-    HisparseWatermark,
-    KvCacheDtype,
-    LoadFormat,
-    MaxCaptureTokens,
-    MaxNumBatchedTokens,
-    MaxNumSeqs,
-    MemoryLimit,
-    NumBlocks,
-)
-from sidestream.cli.workload_options import (
-    Dataset,
-    InputLen,
-    NumPrompts,
-    NumWarmups,
-    OutputLen,
-    RangeRatio,
-    Temperature,
-    WorkloadSeed,
-)
-from sidestream.config.engine import DEFAULT_BLOCK_SIZE, DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
-from sidestream.engine.bench.workload import (
-    DATASETS,
-    DEFAULT_INPUT_LEN,
-    DEFAULT_NUM_PROMPTS,
-    DEFAULT_OUTPUT_LEN,
-    Workload,
-)
+from sidestream.cli.engine_options import engine_options
+from sidestream.cli.workload_options import NumWarmups, Temperature, workload_options
+from sidestream.config.engine import EngineConfig
+from sidestream.engine.bench.workload import Workload
 from sidestream.errors import ConfigError
 
 HELP = """
@@ -62,36 +33,32 @@ other requests; times are in milliseconds.
 """
 
 
+@workload_options()
+@engine_options(
+    "seed",
+    "max_model_len",
+    "prefill_pacing",
+    "stream_policy",
+    "graph_debug",
+    "enable_prefix_caching",
+    "num_prefix_snapshots",
+    "prefix_snapshot_interval",
+    "hisparse_staged_tokens",
+    "max_form_seconds",
+)
 def throughput(
     model: Annotated[
         Path | None, typer.Argument(help="Checkpoint folder or config.json; the bundled checkpoint without it.")
     ] = None,
-    num_prompts: NumPrompts = DEFAULT_NUM_PROMPTS,
-    input_len: InputLen = DEFAULT_INPUT_LEN,
-    output_len: OutputLen = DEFAULT_OUTPUT_LEN,
-    range_ratio: RangeRatio = 0.0,
-    dataset: Dataset = DATASETS[0],
-    seed: WorkloadSeed = 0,
+    *,
+    workload: Workload,
     num_warmups: NumWarmups = 8,
     temperature: Temperature = 0.0,
     repeats: Annotated[int, typer.Option(help="Of the whole workload; figures are their medians.")] = 3,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder of a tokenizer, for a model that has none; it gets token ids then.")
     ] = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    load_format: LoadFormat = "auto",
-    max_num_seqs: MaxNumSeqs = DEFAULT_MAX_NUM_SEQS,
-    max_num_batched_tokens: MaxNumBatchedTokens = DEFAULT_MAX_NUM_BATCHED_TOKENS,
-    cudagraph_mode: CudagraphMode = "auto",
-    max_capture_tokens: MaxCaptureTokens = None,
-    memory_limit: MemoryLimit = None,
-    kv_cache_dtype: KvCacheDtype = "auto",
-    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
-    num_blocks: NumBlocks = None,
-    hisparse_host_memory: HisparseHostMemory = None,
-    hisparse_hot_factor: HisparseHotFactor = 2,
-    hisparse_watermark: HisparseWatermark = 0.125,
+    engine: EngineConfig,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report there.")] = None,
 ) -> None:
     from sidestream.cli.report_file import check_place, write
@@ -100,14 +67,6 @@ def throughput(
     from sidestream.engine.llm import LLM, bundled_model
     from sidestream.engine.tokenizer import load_tokenizer
 
-    workload = Workload(
-        dataset=dataset,
-        num_prompts=num_prompts,
-        input_len=input_len,
-        output_len=output_len,
-        range_ratio=range_ratio,
-        seed=seed,
-    )
     check_counts(repeats=(repeats, 1), num_warmups=(num_warmups, 0))
     check_place(json_file)
     source = model if model is not None else bundled_model()
@@ -115,28 +74,14 @@ def throughput(
     if tokenizer is not None and words is None:
         raise ConfigError(f"tokenizer is {tokenizer}, and there is none in that folder")
     with model_folder(source) as (folder, without_weights):
-        llm = LLM(
-            folder,
-            device=device,
-            dtype=dtype,
-            load_format="dummy" if without_weights else load_format,
-            kv_cache_dtype=kv_cache_dtype,
-            cudagraph_mode=cudagraph_mode,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_capture_tokens=max_capture_tokens,
-            max_model_len=workload.longest_input + workload.longest_output,
-            memory_limit=memory_limit,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            enable_prefix_caching=False,
-            hisparse_host_memory=hisparse_host_memory,
-            hisparse_hot_factor=hisparse_hot_factor,
-            hisparse_watermark=hisparse_watermark,
-        )
+        length = workload.longest_input + workload.longest_output
+        own = replace(engine, max_model_len=length, enable_prefix_caching=False)
+        if without_weights:
+            own = replace(own, load_format="dummy")
+        llm = LLM(folder, **asdict(own))
     console = Console(highlight=False)
     config = llm.built.config
-    about = f"{source}: {config.dtype} on {config.device}, {config.cudagraph_mode}, {dataset} prompts"
+    about = f"{source}: {config.dtype} on {config.device}, {config.cudagraph_mode}, {workload.dataset} prompts"
     console.print(about, markup=False, soft_wrap=True)
     warm, jobs = jobs_for(llm, workload, warm_ups=num_warmups, tokenizer=words)
     report = measure(

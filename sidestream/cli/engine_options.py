@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
+
+from sidestream.cli.option_group import Command, option_group
+from sidestream.config.engine import EngineConfig
 
 ENGINE, BATCHES, MEMORY = "Engine", "Batches and graphs", "Memory and caches"
 
@@ -149,3 +153,37 @@ HisparseStagedTokens = Annotated[
         rich_help_panel=MEMORY,
     ),
 ]
+
+OPTIONS: dict[str, Any] = {
+    "device": Device,
+    "dtype": Dtype,
+    "load_format": LoadFormat,
+    "seed": Seed,
+    "max_model_len": MaxModelLen,
+    "max_num_seqs": MaxNumSeqs,
+    "max_num_batched_tokens": MaxNumBatchedTokens,
+    "prefill_pacing": PrefillPacing,
+    "cudagraph_mode": CudagraphMode,
+    "max_capture_tokens": MaxCaptureTokens,
+    "stream_policy": StreamPolicy,
+    "graph_debug": GraphDebug,
+    "memory_limit": MemoryLimit,
+    "kv_cache_dtype": KvCacheDtype,
+    "block_size": BlockSize,
+    "num_blocks": NumBlocks,
+    "enable_prefix_caching": PrefixCaching,
+    "num_prefix_snapshots": NumPrefixSnapshots,
+    "prefix_snapshot_interval": PrefixSnapshotInterval,
+    "hisparse_host_memory": HisparseHostMemory,
+    "hisparse_hot_factor": HisparseHotFactor,
+    "hisparse_watermark": HisparseWatermark,
+    "hisparse_staged_tokens": HisparseStagedTokens,
+    "max_form_seconds": MaxFormSeconds,
+}
+"""In the order of ``--help``."""
+
+
+def engine_options(*without: str, **defaults: Any) -> Callable[[Command], Command]:
+    """A command's keyword ``engine`` is an ``EngineConfig`` of all options but these."""
+    options = {name: option for name, option in OPTIONS.items() if name not in without}
+    return option_group("engine", EngineConfig, options, defaults)

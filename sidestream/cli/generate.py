@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -16,39 +17,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from sidestream.cli.engine_options import (
-    BlockSize,
-    CudagraphMode,
-    Device,
-    Dtype,
-    GraphDebug,
-    HisparseHostMemory,
-    HisparseHotFactor,
-    HisparseStagedTokens,
-    HisparseWatermark,
-    KvCacheDtype,
-    LoadFormat,
-    MaxCaptureTokens,
-    MaxFormSeconds,
-    MaxModelLen,
-    MaxNumBatchedTokens,
-    MaxNumSeqs,
-    MemoryLimit,
-    NumBlocks,
-    NumPrefixSnapshots,
-    PrefillPacing,
-    PrefixCaching,
-    PrefixSnapshotInterval,
-    StreamPolicy,
-)
+from sidestream.cli.engine_options import engine_options
 from sidestream.cli.prompt_lines import PROMPT_KEYS, SAMPLING_KEYS, read_prompts, with_overrides
 from sidestream.cli.standard_streams import read_stdin
-from sidestream.config.engine import (
-    DEFAULT_BLOCK_SIZE,
-    DEFAULT_MAX_FORM_SECONDS,
-    DEFAULT_MAX_NUM_BATCHED_TOKENS,
-    DEFAULT_MAX_NUM_SEQS,
-)
+from sidestream.config.engine import EngineConfig
 from sidestream.core.outputs import Logprob, RequestOutput
 from sidestream.core.sampling_params import SamplingParams
 from sidestream.errors import RequestError
@@ -76,6 +48,7 @@ Other keys are copied to the answer. Answers come in the order in which they fin
 """
 
 
+@engine_options("seed", prefill_pacing=False)
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt; `-` reads it from standard input.", show_default=False)
@@ -131,29 +104,8 @@ def generate(
         bool,
         typer.Option("--ignore-eos", help="Do not stop at the end-of-sequence token.", rich_help_panel=SAMPLING),
     ] = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    load_format: LoadFormat = "auto",
-    max_model_len: MaxModelLen = None,
-    max_num_seqs: MaxNumSeqs = DEFAULT_MAX_NUM_SEQS,
-    max_num_batched_tokens: MaxNumBatchedTokens = DEFAULT_MAX_NUM_BATCHED_TOKENS,
-    prefill_pacing: PrefillPacing = False,
-    cudagraph_mode: CudagraphMode = "auto",
-    max_capture_tokens: MaxCaptureTokens = None,
-    stream_policy: StreamPolicy = "auto",
-    graph_debug: GraphDebug = False,
-    memory_limit: MemoryLimit = None,
-    kv_cache_dtype: KvCacheDtype = "auto",
-    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
-    num_blocks: NumBlocks = None,
-    enable_prefix_caching: PrefixCaching = True,
-    num_prefix_snapshots: NumPrefixSnapshots = None,
-    prefix_snapshot_interval: PrefixSnapshotInterval = None,
-    hisparse_host_memory: HisparseHostMemory = None,
-    hisparse_hot_factor: HisparseHotFactor = 2,
-    hisparse_watermark: HisparseWatermark = 0.125,
-    hisparse_staged_tokens: HisparseStagedTokens = None,
-    max_form_seconds: MaxFormSeconds = DEFAULT_MAX_FORM_SECONDS,
+    *,
+    engine: EngineConfig,
 ) -> None:
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -175,32 +127,7 @@ def generate(
     json_lines = not demo and (input_file is not None or as_json or output_file is not None)
     if logprobs is not None and not json_lines:
         raise typer.BadParameter("--logprobs is for JSON lines; add --json")
-    llm = LLM(
-        model,
-        device=device,
-        dtype=dtype,
-        load_format=load_format,
-        kv_cache_dtype=kv_cache_dtype,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        prefill_pacing=prefill_pacing,
-        max_model_len=max_model_len,
-        block_size=block_size,
-        cudagraph_mode=cudagraph_mode,
-        max_capture_tokens=max_capture_tokens,
-        stream_policy=stream_policy,
-        graph_debug=graph_debug,
-        num_blocks=num_blocks,
-        memory_limit=memory_limit,
-        enable_prefix_caching=enable_prefix_caching,
-        num_prefix_snapshots=num_prefix_snapshots,
-        prefix_snapshot_interval=prefix_snapshot_interval,
-        hisparse_host_memory=hisparse_host_memory,
-        hisparse_hot_factor=hisparse_hot_factor,
-        hisparse_watermark=hisparse_watermark,
-        hisparse_staged_tokens=hisparse_staged_tokens,
-        max_form_seconds=max_form_seconds,
-    )
+    llm = LLM(model, **asdict(engine))
     if demo:
         _demo(llm, entries, prompts, all_params)
     elif not json_lines:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -12,6 +11,7 @@ from typing import Any
 
 from sidestream.cli.standard_streams import read_stdin
 from sidestream.core.sampling_params import SamplingParams
+from sidestream.engine.json_lines import read_json_lines
 from sidestream.errors import RequestError
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
@@ -25,30 +25,16 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     Raises:
         RequestError: naming the line and what is wrong with it.
     """
-    try:
-        lines = (read_stdin() if str(path) == "-" else path.read_text(encoding="utf-8-sig")).split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read {path}: {error}") from error
     entries = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"{path} line {number} is not JSON: {error}") from error
+    for place, entry in read_json_lines(path, of="prompts", text=read_stdin() if str(path) == "-" else None):
         if not isinstance(entry, dict) or sum(entry.get(key) is not None for key in PROMPT_KEYS) != 1:
-            raise RequestError(f"{path} line {number} must be an object with one of {', '.join(PROMPT_KEYS)}")
+            raise RequestError(f"{place} must be an object with one of {', '.join(PROMPT_KEYS)}")
         for key in entry:
             if key not in SAMPLING_KEYS and (near := get_close_matches(key, SAMPLING_KEYS, n=1, cutoff=0.85)):
-                raise RequestError(
-                    f"{path} line {number} has {key!r}, which is no sampling parameter; is {near[0]!r} meant?"
-                )
+                raise RequestError(f"{place} has {key!r}, which is no sampling parameter; is {near[0]!r} meant?")
         if taken := sorted(set(entry) & set(ANSWER_KEYS)):
-            raise RequestError(f"{path} line {number} has {', '.join(taken)}, which the answer needs; rename")
+            raise RequestError(f"{place} has {', '.join(taken)}, which the answer needs; rename")
         entries.append(entry)
-    if not entries:
-        raise RequestError(f"{path} holds no prompts")
     return entries
 
 

@@ -10,39 +10,8 @@ from typing import Annotated
 
 import typer
 
-from sidestream.cli.engine_options import (
-    BlockSize,
-    CudagraphMode,
-    Device,
-    Dtype,
-    GraphDebug,
-    HisparseHostMemory,
-    HisparseHotFactor,
-    HisparseStagedTokens,
-    HisparseWatermark,
-    KvCacheDtype,
-    LoadFormat,
-    MaxCaptureTokens,
-    MaxFormSeconds,
-    MaxModelLen,
-    MaxNumBatchedTokens,
-    MaxNumSeqs,
-    MemoryLimit,
-    NumBlocks,
-    NumPrefixSnapshots,
-    PrefillPacing,
-    PrefixCaching,
-    PrefixSnapshotInterval,
-    Seed,
-    StreamPolicy,
-)
-from sidestream.config.engine import (
-    DEFAULT_BLOCK_SIZE,
-    DEFAULT_MAX_FORM_SECONDS,
-    DEFAULT_MAX_NUM_BATCHED_TOKENS,
-    DEFAULT_MAX_NUM_SEQS,
-    EngineConfig,
-)
+from sidestream.cli.engine_options import engine_options
+from sidestream.config.engine import EngineConfig
 from sidestream.config.model import ModelConfig
 from sidestream.config.resolved import check
 from sidestream.engine.bundled import bundled_model
@@ -75,6 +44,7 @@ exit code is 2.
 """
 
 
+@engine_options(prefill_pacing=True)
 def serve(
     model: Annotated[
         Path | None, typer.Argument(help="Folder of a hub checkpoint.", show_default="the bundled one")
@@ -137,30 +107,8 @@ def serve(
             rich_help_panel=SERVER,
         ),
     ] = True,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    load_format: LoadFormat = "auto",
-    seed: Seed = 0,
-    max_model_len: MaxModelLen = None,
-    max_num_seqs: MaxNumSeqs = DEFAULT_MAX_NUM_SEQS,
-    max_num_batched_tokens: MaxNumBatchedTokens = DEFAULT_MAX_NUM_BATCHED_TOKENS,
-    prefill_pacing: PrefillPacing = True,
-    cudagraph_mode: CudagraphMode = "auto",
-    max_capture_tokens: MaxCaptureTokens = None,
-    stream_policy: StreamPolicy = "auto",
-    graph_debug: GraphDebug = False,
-    memory_limit: MemoryLimit = None,
-    kv_cache_dtype: KvCacheDtype = "auto",
-    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
-    num_blocks: NumBlocks = None,
-    enable_prefix_caching: PrefixCaching = True,
-    num_prefix_snapshots: NumPrefixSnapshots = None,
-    prefix_snapshot_interval: PrefixSnapshotInterval = None,
-    hisparse_host_memory: HisparseHostMemory = None,
-    hisparse_hot_factor: HisparseHotFactor = 2,
-    hisparse_watermark: HisparseWatermark = 0.125,
-    hisparse_staged_tokens: HisparseStagedTokens = None,
-    max_form_seconds: MaxFormSeconds = DEFAULT_MAX_FORM_SECONDS,
+    *,
+    engine: EngineConfig,
 ) -> None:
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise ConfigError(
@@ -173,34 +121,7 @@ def serve(
     folder = bundled_model() if model is None else model.expanduser()
     if not folder.is_dir():
         raise CheckpointError(f"model {str(folder)!r} is not a folder; give the folder of a hub checkpoint")
-    config = ModelConfig.from_hf(folder)
-    engine = EngineConfig(
-        device=device,
-        dtype=dtype,
-        load_format=load_format,
-        seed=seed,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        prefill_pacing=prefill_pacing,
-        cudagraph_mode=cudagraph_mode,
-        max_capture_tokens=max_capture_tokens,
-        stream_policy=stream_policy,
-        graph_debug=graph_debug,
-        memory_limit=memory_limit,
-        kv_cache_dtype=kv_cache_dtype,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        enable_prefix_caching=enable_prefix_caching,
-        num_prefix_snapshots=num_prefix_snapshots,
-        prefix_snapshot_interval=prefix_snapshot_interval,
-        hisparse_host_memory=hisparse_host_memory,
-        hisparse_hot_factor=hisparse_hot_factor,
-        hisparse_watermark=hisparse_watermark,
-        hisparse_staged_tokens=hisparse_staged_tokens,
-        max_form_seconds=max_form_seconds,
-    )
-    check(engine, config)  # what can be refused before the port is taken and an engine started is refused
+    check(engine, ModelConfig.from_hf(folder))  # refuses what it can before the port is taken and an engine started
     settings = ServerSettings(
         folder=folder,
         model_name=served_model_name or folder.resolve().name,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
+
+from sidestream.cli.option_group import Command, option_group
+from sidestream.engine.bench.workload import Workload
 
 WORKLOAD = "Workload"
 
@@ -31,3 +35,18 @@ NumWarmups = Annotated[
     typer.Option(help="Requests before the measurement, with prompts of their own.", rich_help_panel=WORKLOAD),
 ]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=WORKLOAD)]
+
+OPTIONS = {
+    "num_prompts": NumPrompts,
+    "input_len": InputLen,
+    "output_len": OutputLen,
+    "range_ratio": RangeRatio,
+    "dataset": Dataset,
+    "seed": WorkloadSeed,
+}
+"""In the order of ``--help``."""
+
+
+def workload_options() -> Callable[[Command], Command]:
+    """A command's keyword ``workload`` is a ``Workload`` of these options."""
+    return option_group("workload", Workload, OPTIONS, {})

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sidestream.engine.json_lines import read_json_lines
 from sidestream.errors import RequestError
 
 MARK = "####"
@@ -77,27 +77,15 @@ def read_items(path: Path) -> list[Item]:
     Raises:
         RequestError: naming the line and what is wrong with it.
     """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read {path}: {error}") from error
     items = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"{path} line {number} is not JSON: {error}") from None
+    for place, entry in read_json_lines(path, of="questions"):
         question, answer = (entry.get(key) if isinstance(entry, dict) else None for key in ("question", "answer"))
         if not (isinstance(question, str) and question and isinstance(answer, str)):
-            raise RequestError(f"{path} line {number} needs 'question' and 'answer', which are text")
+            raise RequestError(f"{place} needs 'question' and 'answer', which are text")
         final = final_answer(answer)
         if final is None:
-            raise RequestError(f"{path} line {number}: no number stands behind {MARK!r} in the answer")
+            raise RequestError(f"{place}: no number stands behind {MARK!r} in the answer")
         items.append(Item(question, answer, final))
-    if not items:
-        raise RequestError(f"{path} holds no questions")
     return items
 
 
