@@ -3,8 +3,8 @@
 Two servers stand ready in one run and take turns, one with prefill pacing and one without. In each round streams decode
 for a while; then one long prompt arrives (or several at once), and the round ends with its first token.
 
-    python benchmarks/serve_long_prompt.py --json benchmarks/results/serve-long-prompt.json
-    python benchmarks/serve_long_prompt.py --config benchmarks/configs/glm5-next-slice-a.json --device cuda
+    python -m benchmarks.serve_long_prompt --json benchmarks/results/serve-long-prompt.json
+    python -m benchmarks.serve_long_prompt --config benchmarks/configs/glm5-next-slice-a.json --device cuda
 
 With ``--config`` the model has that config and random weights. The client counts raw events; tokens that come in one
 read are as many equal gaps. Client, server and engine share the machine's cores.
@@ -19,17 +19,17 @@ import os
 import platform
 import re
 import statistics
-import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.event_stream import completion, place_of, tokens_so_far
 from sidestream.engine.bench.environment import device_name, versions
 from sidestream.engine.bench.load.child_server import child_server
+from sidestream.engine.bench.model_folder import model_folder
 
-COUNT = re.compile(rb'"completion_tokens":(\d+)')
 SETTLING_TOKENS = 8
 """Tokens of each stream before its latency counts."""
 PERCENTILES = (50, 90, 99)
@@ -52,29 +52,15 @@ class Stream:
     sent: float = 0.0
     tokens: int = 0
     arrivals: list[tuple[float, int]] = field(default_factory=list)
-    ended: bool = False
 
-    async def run(self, host: str, port: int) -> None:
-        options = {"include_usage": True, "continuous_usage_stats": True}
-        body = {"prompt": self.prompt, "max_tokens": self.max_tokens, "temperature": 0, "ignore_eos": True}
-        data = json.dumps(body | {"stream": True, "stream_options": options}).encode()
-        reader, writer = await asyncio.open_connection(host, port)
-        try:
-            head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
-            writer.write(f"{head}connection: close\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
-            self.sent = time.perf_counter()
-            last = b""
-            while piece := await reader.read(1 << 16):
+    async def run(self, place: tuple[str, int]) -> None:
+        self.sent = time.perf_counter()
+        async with aclosing(completion(place, self.prompt, self.max_tokens, continuous_usage=True)) as events:
+            async for end in events:
                 now = time.perf_counter()
-                last = (last + piece)[-4096:]
-                found = COUNT.findall(last)
-                if found and int(found[-1]) > self.tokens:
-                    self.arrivals.append((now, int(found[-1]) - self.tokens))
-                    self.tokens = int(found[-1])
-            self.ended = True
-            assert b"data: [DONE]" in last, last[-300:]
-        finally:
-            writer.close()
+                if (tokens := tokens_so_far(end)) > self.tokens:
+                    self.arrivals.append((now, tokens - self.tokens))
+                    self.tokens = tokens
 
     def gaps(self, begin: float, end: float) -> list[float]:
         """Seconds between tokens that came in this time, one a token."""
@@ -85,18 +71,18 @@ class Stream:
         return found
 
 
-async def metric(host: str, port: int, name: str) -> float:
+async def metric(place: tuple[str, int], name: str) -> float:
     """The sum of a metric's samples."""
-    reader, writer = await asyncio.open_connection(host, port)
-    writer.write(f"GET /metrics HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode())
+    reader, writer = await asyncio.open_connection(*place)
+    writer.write(f"GET /metrics HTTP/1.1\r\nhost: {place[0]}\r\nconnection: close\r\n\r\n".encode())
     text = (await reader.read()).decode()
     writer.close()
     return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
 
 
-async def idle(host: str, port: int) -> None:
+async def idle(place: tuple[str, int]) -> None:
     """Return when no request is left: an end of connection ends them."""
-    while await metric(host, port, "vllm:num_requests_running") + await metric(host, port, "vllm:num_requests_waiting"):
+    while await metric(place, "vllm:num_requests_running") + await metric(place, "vllm:num_requests_waiting"):
         await asyncio.sleep(0.1)
 
 
@@ -109,12 +95,11 @@ def summary(gaps: list[float]) -> dict[str, float]:
 
 async def one_round(address: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Streams alone, then with the long prompt."""
-    host, port = address.removeprefix("http://").split(":")
-    place = host, int(port)
-    await idle(*place)
-    paced = await metric(*place, "sidestream:prefill_paced_steps_total")
+    place = place_of(address)
+    await idle(place)
+    paced = await metric(place, "sidestream:prefill_paced_steps_total")
     streams = [Stream(prompt_ids(16, 1000 * seed + i), arguments.max_model_len - 32) for i in range(arguments.streams)]
-    tasks = [asyncio.create_task(stream.run(*place)) for stream in streams]
+    tasks = [asyncio.create_task(stream.run(place)) for stream in streams]
     long = [Stream(prompt_ids(arguments.prompt_tokens, 7 * seed + i), 1) for i in range(arguments.prompts)]
     try:
         while min(stream.tokens for stream in streams) < SETTLING_TOKENS:
@@ -122,7 +107,7 @@ async def one_round(address: str, arguments: argparse.Namespace, seed: int) -> d
         began = time.perf_counter()
         await asyncio.sleep(arguments.alone_seconds)
         arrived = time.perf_counter()
-        await asyncio.gather(*[prompt.run(*place) for prompt in long])
+        await asyncio.gather(*[prompt.run(place) for prompt in long])
         done = max(prompt.arrivals[0][0] for prompt in long)
         if any(task.done() for task in tasks):
             raise SystemExit("a stream ended before the long prompt's first token; raise --max-model-len")
@@ -132,21 +117,20 @@ async def one_round(address: str, arguments: argparse.Namespace, seed: int) -> d
         await asyncio.gather(*tasks, return_exceptions=True)
     alone = summary([gap for stream in streams for gap in stream.gaps(began, arrived)])
     beside = summary([gap for stream in streams for gap in stream.gaps(arrived, done)])
-    await idle(*place)
+    await idle(place)
     return {
         "alone_ms": alone,
         "beside_ms": beside,
         "ratio": {name: beside[name] / alone[name] for name in alone if name != "tokens"},
         "first_token_s": statistics.fmean(prompt.arrivals[0][0] - prompt.sent for prompt in long),
-        "paced_steps": await metric(*place, "sidestream:prefill_paced_steps_total") - paced,
+        "paced_steps": await metric(place, "sidestream:prefill_paced_steps_total") - paced,
     }
 
 
 async def alone(address: str, arguments: argparse.Namespace) -> float:
     """Seconds to the first token of the long prompt where nothing else runs."""
-    host, port = address.removeprefix("http://").split(":")
     prompt = Stream(prompt_ids(arguments.prompt_tokens, 999), 1)
-    await prompt.run(host, int(port))
+    await prompt.run(place_of(address))
     return prompt.arrivals[0][0] - prompt.sent
 
 
@@ -173,11 +157,10 @@ def main() -> None:
         parser.error(
             f"--prompt-tokens {arguments.prompt_tokens} is not below --max-model-len {arguments.max_model_len}"
         )
-    with tempfile.TemporaryDirectory() as folder:
-        measure(arguments, Path(folder))
+    measure(arguments)
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> None:
+def measure(arguments: argparse.Namespace) -> None:
     settings: dict[str, Any] = {
         "device": arguments.device,
         "max-num-seqs": arguments.streams + arguments.prompts,
@@ -186,11 +169,11 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
     options = ["--no-prefix-caching"]
     for name, value in settings.items():
         options += [f"--{name}", str(value)]
-    if arguments.config is not None:
-        (folder / "config.json").write_bytes(arguments.config.read_bytes())
-        options = [str(folder), "--load-format", "dummy", *options]
     results: dict[str, Any] = {}
     with ExitStack() as stack:
+        if arguments.config is not None:
+            folder, _ = stack.enter_context(model_folder(arguments.config))
+            options = [str(folder), "--load-format", "dummy", *options]
         addresses: dict[str, str] = {}
         for place, (name, flag) in enumerate({"paced": "--prefill-pacing", "not paced": "--no-prefill-pacing"}.items()):
             # on a GPU the limit is on all that is in use, the first server's part included

@@ -3,8 +3,8 @@
 Both engines stand ready in one run and take turns, so that whatever else the machine does meets both. The client reads
 raw bytes and counts events, lest it be measured itself; engine, server and client still share the machine's cores.
 
-    python benchmarks/serve_overhead.py --json benchmarks/results/serve-overhead.json
-    python benchmarks/serve_overhead.py --config benchmarks/configs/glm5-next-slice-a.json --device cuda
+    python -m benchmarks.serve_overhead --json benchmarks/results/serve-overhead.json
+    python -m benchmarks.serve_overhead --config benchmarks/configs/glm5-next-slice-a.json --device cuda
 
 With ``--config`` the model has that config, random weights and no tokenizer: every token is an event without text.
 """
@@ -16,21 +16,17 @@ import asyncio
 import json
 import os
 import platform
-import re
-import signal
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks.event_stream import completion, place_of, tokens_so_far
 from sidestream import LLM, SamplingParams
-
-READY = re.compile(r"ready after .*: (http://\S+?)/v1")
-
+from sidestream.engine.bench.load.child_server import child_server
+from sidestream.engine.bench.model_folder import model_folder
 
 Prompt = str | list[int]
 
@@ -52,28 +48,20 @@ def offline(llm: LLM, work: Sequence[Prompt], tokens: int) -> float:
     return made / seconds
 
 
-async def one_stream(host: str, port: int, prompt: Prompt, tokens: int) -> int:
+async def one_stream(place: tuple[str, int], prompt: Prompt, tokens: int) -> int:
     """Completion tokens that the server reports at the end of a stream."""
-    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    options = {"include_usage": True, "continuous_usage_stats": not isinstance(prompt, str)}
-    data = json.dumps(body | {"stream_options": options}).encode()
-    reader, writer = await asyncio.open_connection(host, port)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
     last = b""
-    while piece := await reader.read(1 << 16):
-        last = (last + piece)[-4096:]
-    writer.close()
-    assert b"data: [DONE]" in last, last[-300:]
-    return int(re.findall(rb'"completion_tokens":(\d+)', last)[-1])
+    async for end in completion(place, prompt, tokens, continuous_usage=not isinstance(prompt, str)):
+        last = end
+    return tokens_so_far(last)
 
 
 def streamed(address: str, work: Sequence[Prompt], tokens: int) -> float:
     """Tokens per second of as many streams at once, first byte sent to last byte read."""
-    host, port = address.removeprefix("http://").split(":")
+    place = place_of(address)
 
     async def run() -> int:
-        jobs = [one_stream(host, int(port), prompt, tokens) for prompt in work]
+        jobs = [one_stream(place, prompt, tokens) for prompt in work]
         return sum(await asyncio.gather(*jobs))
 
     began = time.perf_counter()
@@ -81,17 +69,6 @@ def streamed(address: str, work: Sequence[Prompt], tokens: int) -> float:
     seconds = time.perf_counter() - began
     assert made == len(work) * tokens, f"{made} tokens were generated"
     return made / seconds
-
-
-def start_server(options: Sequence[str]) -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-m", "sidestream.cli.main", "serve", "--port", "0", "--no-prefix-caching", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    for line in process.stderr:
-        print(f"server: {line}", end="")
-        if match := READY.search(line):
-            return process, match[1]
-    raise SystemExit("the server did not start")
 
 
 def main() -> None:
@@ -105,41 +82,37 @@ def main() -> None:
     parser.add_argument("--memory-share", type=float, default=0.4, help="of the device, for each of the two engines")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        measure(arguments, Path(folder))
+    with ExitStack() as stack:
+        model = None if arguments.config is None else stack.enter_context(model_folder(arguments.config))[0]
+        measure(arguments, model)
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> None:
+def measure(arguments: argparse.Namespace, model: Path | None) -> None:
     settings: dict[str, Any] = {
         "device": arguments.device,
         "max_num_seqs": arguments.streams,
         "max_model_len": arguments.max_model_len,
         "memory_limit": arguments.memory_share,
     }
-    model = None
-    if arguments.config is not None:
-        (folder / "config.json").write_bytes(arguments.config.read_bytes())
-        model, settings["load_format"] = folder, "dummy"
-    options = [] if model is None else [str(model)]
+    options = ["--no-prefix-caching"]
+    if model is not None:
+        options.append(str(model))
+        settings["load_format"] = "dummy"
     for name, value in settings.items():
         options += ["--" + name.replace("_", "-"), f"{value:.0%}" if isinstance(value, float) else str(value)]
-    process, address = start_server(options)
-    if arguments.device == "cuda":
-        settings["memory_limit"] *= 2  # there the limit is on all that is in use, the server's part included
-    llm = LLM(model, enable_prefix_caching=False, **settings)
-    work = prompts(arguments.streams, text=model is None)
-    try:
+    rounds: list[dict[str, float]] = []
+    with child_server(options, on_line=lambda line: print(f"server: {line}")) as address:
+        if arguments.device == "cuda":
+            settings["memory_limit"] *= 2  # there the limit is on all that is in use, the server's part included
+        llm = LLM(model, enable_prefix_caching=False, **settings)
+        work = prompts(arguments.streams, text=model is None)
         offline(llm, work, 8)
         streamed(address, work, 8)
-        rounds: list[dict[str, float]] = []
         for _ in range(arguments.rounds):
             alone = offline(llm, work, arguments.tokens)
             http = streamed(address, work, arguments.tokens)
             rounds.append({"offline": alone, "http": http, "ratio": http / alone})
             print(f"offline {alone:7.0f} tokens/s, through HTTP {http:7.0f}, ratio {http / alone:.2f}")
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
     ratios = [entry["ratio"] for entry in rounds]
     result: dict[str, Any] = {
         "streams": arguments.streams,

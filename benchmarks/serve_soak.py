@@ -1,6 +1,6 @@
 """Many streams for minutes, many of them cut at random: nothing may leak, and every answer that was kept must be right.
 
-    python benchmarks/serve_soak.py --seconds 180 --json benchmarks/results/serve-soak.json
+    python -m benchmarks.serve_soak --seconds 180 --json benchmarks/results/serve-soak.json
 
 At the end kept answers are compared with what the offline engine gives each prompt alone: equal up to the first step
 whose two best tokens are within ``MARGIN`` nats, where another batch may choose the other. Memory is what both
@@ -14,8 +14,6 @@ import asyncio
 import json
 import random
 import re
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -25,8 +23,8 @@ import httpx
 import psutil
 
 from sidestream import LLM, RequestOutput, SamplingParams
+from sidestream.engine.bench.load.child_server import child_server
 
-READY = re.compile(r"ready after .*: (http://\S+?)/v1")
 CUT = 0.4
 MARGIN = 1e-3
 CHECKED = 120
@@ -118,16 +116,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=180)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    command = [sys.executable, "-m", "sidestream.cli.main", "serve", "--port", "0", "--device", "cpu"]
-    server = subprocess.Popen([*command, "--max-num-seqs", "64"], stderr=subprocess.PIPE, text=True)
-    assert server.stderr is not None
-    address = next(match[1] for line in server.stderr if (match := READY.search(line)))
-    parent = psutil.Process(server.pid)
-    soak = Soak(address, arguments.seconds)
-    asyncio.run(soak.run(arguments.streams, [parent, *parent.children()]))
-    held = leaks(address)
-    server.send_signal(signal.SIGTERM)
-    code = server.wait()
+    codes: list[int] = []
+    with child_server(["--device", "cpu", "--max-num-seqs", "64"], on_line=print, on_end=codes.append) as address:
+        soak = Soak(address, arguments.seconds)
+        asyncio.run(soak.run(arguments.streams, psutil.Process().children(recursive=True)))
+        held = leaks(address)
+    (code,) = codes
     llm = LLM(device="cpu")
     checked = random.Random(0).sample(soak.kept, min(CHECKED, len(soak.kept)))
     wrong = []

@@ -20,12 +20,15 @@ LAST_LINES = 12
 
 
 @contextmanager
-def child_server(options: Sequence[str], *, on_line: Callable[[str], None]) -> Iterator[str]:
+def child_server(
+    options: Sequence[str], *, on_line: Callable[[str], None], on_end: Callable[[int], None] = lambda code: None
+) -> Iterator[str]:
     """The address of a server that is ready, on a free port of this machine.
 
     Args:
         options: of ``sidestream serve``.
         on_line: told of what the server prints until it is ready.
+        on_end: told of its exit code, once it was stopped.
     Raises:
         SidestreamError: it ended before it was ready, with its last words.
     """
@@ -41,6 +44,7 @@ def child_server(options: Sequence[str], *, on_line: Callable[[str], None]) -> I
             finally:
                 _stop(process)
                 reader.join()
+                on_end(process.wait())
         finally:
             _stop(process)
 
