@@ -70,8 +70,8 @@ def test_tokens_are_those_of_a_cpu_and_nothing_is_out_of_order(folder: Path, mod
 
 @pytest.mark.parametrize(("mode", "budget"), [("none", 80), ("piecewise", 80), ("piecewise", 7)])
 def test_states_within_chunks_are_kept_in_order(folder: Path, mode: str, budget: int) -> None:
-    """Two prompts in one step with a state kept in each: their rows of a round lie apart. Both are continued. Steps of
-    seven tokens are replayed, padded to eight."""
+    """Two prompts in one step with a state kept in each. Both are continued. Steps of seven tokens are replayed, padded
+    to eight."""
     settings = SETTINGS | {"max_num_batched_tokens": budget}
     prompts = {"a": [*STEM, *TWO], "b": [*THREE, *STEM[:20]]}
 
