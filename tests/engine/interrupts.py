@@ -60,6 +60,7 @@ class InterruptAt:
 
     def __enter__(self) -> InterruptAt:
         self._before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 traces none unless a frame wants them by now
         sys.settrace(self._enter)
         return self
 
