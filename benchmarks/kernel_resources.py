@@ -70,12 +70,15 @@ class Code:
         instructions: how many there are, ``in_loops`` those of them that stand in one.
         counts: by kind, and for memory by width in bits: how many, and how many in loops.
         spilled: bytes that its instructions store to and load from local memory, each counted once.
+        turns: how often a load of global memory comes behind a store. Compilers do not move it ahead, so where nothing
+            else runs meanwhile each turn is a trip to memory.
     """
 
     instructions: int
     in_loops: int
     counts: dict[str, tuple[int, int]]
     spilled: tuple[int, int]
+    turns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,8 @@ def read_code(listing: str) -> Code:
     loops = _loops(found)
     counts: dict[str, list[int]] = {}
     spilled = Counter[str]()
-    inside = 0
+    inside = turns = 0
+    stored = False
     for at, name, parts, _ in found:
         if name == "NOP":
             continue
@@ -110,6 +114,8 @@ def read_code(listing: str) -> Code:
             width = next((_WIDTH[part] for part in parts if part in _WIDTH), 32)
             kind = f"{name}.{width}"
             spilled[name] += width // 8
+        turns += stored and name == "LDG"
+        stored = name == "STG" or (stored and name != "LDG")
         looped = any(first <= at <= last for first, last in loops)
         inside += looped
         if kind is not None:
@@ -117,9 +123,8 @@ def read_code(listing: str) -> Code:
             count[0] += 1
             count[1] += looped
     total = sum(name != "NOP" for _, name, _, _ in found)
-    return Code(
-        total, inside, {kind: (a, b) for kind, (a, b) in sorted(counts.items())}, (spilled["STL"], spilled["LDL"])
-    )
+    by_kind = {kind: (a, b) for kind, (a, b) in sorted(counts.items())}
+    return Code(total, inside, by_kind, (spilled["STL"], spilled["LDL"]), turns)
 
 
 def _loops(found: Sequence[tuple[int, str, list[str], str]]) -> list[tuple[int, int]]:
@@ -220,7 +225,8 @@ def shown(one: Resources) -> str:
     spills = f" SPILLS {code.spilled[0]}+{code.spilled[1]}" if any(code.spilled) or one.stack else ""
     return (
         f"{one.function} [{one.constants}]\n    {one.registers} registers{spills}, {one.shared} B shared, "
-        f"{one.warps} warps, {one.resident} resident ({one.limit}), {code.instructions}/{code.in_loops}: {counts}"
+        f"{one.warps} warps, {one.resident} resident ({one.limit}), {code.turns} turns, "
+        f"{code.instructions}/{code.in_loops}: {counts}"
     )
 
 

@@ -28,6 +28,9 @@ LISTING = """
         /*0090*/                   BRA 0x10 ;                                   /* 0xfffffffc00781947 */
         /*00a0*/                   EXIT ;                                       /* 0x000000000000794d */
         /*00b0*/                   BRA 0x40 ;                                   /* 0xfffffffc00781947 */
+        /*00b4*/                   STG.E desc[UR6][R2.64], R4 ;
+        /*00b8*/                   IADD3 R4, R4, R4, RZ ;
+        /*00bc*/                   LDG.E R4, desc[UR6][R2.64] ;
         /*00c0*/                   BRA 0xc0;                                    /* 0xfffffffc00fc7947 */
         /*00d0*/                   NOP;                                         /* 0x0000000000007918 */
 """
@@ -39,13 +42,15 @@ def test_instructions_are_counted_by_width_and_by_whether_they_stand_in_a_loop()
     assert code.counts == {
         "LDG.128": (1, 0),
         "LDG.16": (1, 1),
+        "LDG.32": (1, 0),
         "LDL.32": (1, 1),
+        "STG.32": (1, 0),
         "STL.64": (1, 0),
         "mma": (1, 1),
         "wgmma": (1, 0),
     }
     assert code.spilled == (8, 4)
-    assert (code.instructions, code.in_loops) == (13, 4)
+    assert (code.instructions, code.in_loops, code.turns) == (16, 4, 1)
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,11 @@ def main() -> None:
         collapses: dict[Launch, float] = {}
         expands: dict[post_kernel.Launch, float] = {}
         together = {"launch_for": timed(lambda made: both(made, None, None), sets)}
+        usual = post_kernel.launch_for(rows)
+        if usual.early:
+            ahead = replace(usual, ahead=True)
+            assert error(both(sets[0], None, ahead), both(sets[0], None, usual)) == 0.0, rows
+            together["streams ahead of the wait"] = timed(lambda made: both(made, None, ahead), sets)  # noqa: B023
         if not options.tables:
             collapses, expands = collapse_times(rows, sets, began + BUDGET_S), expand_times(rows, sets)
             launches = best(collapses), best(expands)

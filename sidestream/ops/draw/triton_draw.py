@@ -65,15 +65,18 @@ def _parts(
     lane = tl.arange(0, PART)
     token = part * PART + lane
     logit = tl.load(logits + row * row_stride + token, mask=token < vocab, other=-float("inf"))
+    if DRAWING:  # with the logits: behind a store it would be a trip of its own
+        temperature = tl.load(settings + row)
     broken = tl.max((logit != logit).to(tl.int32), 0) > 0
     top = tl.max(logit, 0)
     at = row * tl.num_programs(1) + part
     tl.store(best + at, tl.where(broken, float("nan"), top))
     tl.store(place + at, part * PART + tl.min(tl.where(logit == top, lane, PART - 1), 0))
     if DRAWING:
-        temperature = tl.load(settings + row)
         if temperature > 0.0:
             tl.store(weight + at, tl.sum(relative_weights(logit, top, temperature), 0))
+        else:
+            tl.store(weight + at, temperature * 0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -127,19 +130,19 @@ def _tokens(
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     tops = tl.load(best + row * parts + part, mask=part < parts, other=-float("inf"))
+    if DRAWING:  # all at once, since each alone would be a trip
+        temperature, share = tl.load(settings + row), tl.load(settings + rows + row)
+        summed = tl.load(weight + row * parts + part, mask=part < parts, other=0.0)
     broken = tl.max((tops != tops).to(tl.int32), 0) > 0
     peak = tl.max(tops, 0)
-    tl.store(peaks + row, tl.where(broken, float("nan"), peak))
     first = tl.min(tl.where(tops == peak, part, PARTS), 0)
     token = tl.load(place + row * parts + tl.minimum(first, parts - 1))
-    if DRAWING:
-        temperature = tl.load(settings + row)
+    if DRAWING:  # noqa: SIM102  # a constant, then a value
         if temperature > 0.0:
-            summed = tl.load(weight + row * parts + part, mask=part < parts, other=0.0)
             summed = tl.where(summed > 0.0, summed * relative_weights(tops, peak, temperature), 0.0)
             reached = tl.cumsum(summed, 0)
             total = tl.sum(tl.where(part == PARTS - 1, reached, 0.0), 0)
-            target = tl.load(settings + rows + row) * total
+            target = share * total
             last = tl.max(tl.where(summed > 0.0, part, 0), 0)
             own = tl.min(tl.where((reached > target) & (summed > 0.0), part, PARTS), 0)
             own = tl.minimum(own, last)
@@ -153,4 +156,5 @@ def _tokens(
             # rounding may leave the part's own sum a little short of what the parts' sums promised
             found = tl.minimum(found, tl.max(tl.where(weights > 0.0, lane, 0), 0))
             token = own * PART + found
+    tl.store(peaks + row, tl.where(broken, float("nan"), peak))
     tl.store(tokens + row, token.to(tl.int64))

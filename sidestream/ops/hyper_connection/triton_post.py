@@ -18,11 +18,13 @@ STREAMS = 4
 @dataclass(frozen=True, slots=True)
 class Launch:
     """``columns`` that a program takes, its ``warps``; ``early``: started while the kernel before it ends
-    (programmatic dependent launch), it waits before it reads."""
+    (programmatic dependent launch), it waits before it reads; ``ahead``: except streams, which were there before the
+    collapse of this sublayer began, and with it whatever was launched since."""
 
     columns: int
     warps: int
     early: bool = False
+    ahead: bool = False
 
 
 def launch_for(rows: int) -> Launch:
@@ -63,6 +65,7 @@ def hyper_connection_post(
         H=H,
         BLOCK=launch.columns,
         EARLY=early,
+        AHEAD=launch.ahead,
         num_warps=launch.warps,
         **({"launch_pdl": True} if early else {}),
     )
@@ -85,8 +88,9 @@ def _mix(
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> None:
-    if EARLY:
+    if EARLY and not AHEAD:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -96,15 +100,23 @@ def _mix(
     x1 = tl.load(x + H, mask=real, other=0.0).to(tl.float32)
     x2 = tl.load(x + 2 * H, mask=real, other=0.0).to(tl.float32)
     x3 = tl.load(x + 3 * H, mask=real, other=0.0).to(tl.float32)
+    if EARLY and AHEAD:
+        gdc_wait()
     given = tl.load(output + row * output_row + h, mask=real, other=0.0).to(tl.float32)
     mix += row * mix_row
     post += row * post_row
     if EARLY:
         gdc_launch_dependents()  # not before: programs of the next kernel would crowd where there is room first
+    # All shares are read before anything is written: no load passes a store, and each would be a trip to the L2 cache.
+    n0 = new_stream(x0, x1, x2, x3, given, mix, post, mix_from, out)
+    n1 = new_stream(x0, x1, x2, x3, given, mix + mix_to, post + post_stream, mix_from, out)
+    n2 = new_stream(x0, x1, x2, x3, given, mix + 2 * mix_to, post + 2 * post_stream, mix_from, out)
+    n3 = new_stream(x0, x1, x2, x3, given, mix + 3 * mix_to, post + 3 * post_stream, mix_from, out)
     written = out + row * 4 * H + h
-    for j in tl.static_range(4):
-        new = new_stream(x0, x1, x2, x3, given, mix + j * mix_to, post + j * post_stream, mix_from, out)
-        tl.store(written + j * H, new, mask=real)
+    tl.store(written, n0, mask=real)
+    tl.store(written + H, n1, mask=real)
+    tl.store(written + 2 * H, n2, mask=real)
+    tl.store(written + 3 * H, n3, mask=real)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
