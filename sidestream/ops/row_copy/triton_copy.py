@@ -23,7 +23,7 @@ class CopyPlan:
         early: read a row's place in the lists before it is known whether it counts, and the next one's before this one
             is stored: one trip to memory less before the first byte is asked for.
         vectors: 16 bytes an access wherever rows are a multiple of that. Without it only rows of a multiple of 64 bytes
-            are read so, the others (528, 656 bytes) in pieces of 4.
+            are read so, the others (528, 656 bytes) in words.
     """
 
     rows: int = 1
@@ -34,6 +34,8 @@ class CopyPlan:
     vectors: bool = False
 
 
+WORDS = (torch.int32, torch.int16, torch.uint8)
+"""What rows are copied in: the largest that they are a multiple of."""
 DEFAULT_PLAN = CopyPlan()
 """The fastest of those that were measured for one request; ``total``, ``early`` and ``vectors`` were not."""
 
@@ -80,20 +82,21 @@ def copy_rows(
     spare: tuple[int, int] = (0, 0),
     plan: CopyPlan = DEFAULT_PLAN,
 ) -> None:
-    """As ``torch_impl.copy_rows``; rows are whole words of 4 bytes, lists have rows of unit stride. ``spare`` is not
-    touched.
+    """As ``torch_impl.copy_rows``; lists have rows of unit stride. ``spare`` is not touched.
 
     The grid is as large as the lists could need: a graph cannot know the counts.
     """
     requests, most = to.shape
     if requests == 0 or most == 0:
         return
-    words, host_words = pool.view(torch.int32), host.view(torch.int32)
+    sizes = [count * pool.itemsize for count in (pool.shape[1], pool.stride(0), host.stride(0))]
+    word = next(word for word in WORDS if not any(size % word.itemsize for size in sizes))
+    words, host_words = pool.view(word), host.view(word)
     assert words.stride(1) == host_words.stride(1) == to.stride(1) == 1
     assert to.stride() == source.stride()
     programs = min(triton.cdiv(most, plan.rows), plan.programs, max(plan.total // requests, 1))
     width, strides = words.shape[1], (words.stride(0), host_words.stride(0))
-    piece = 4 if plan.vectors and not any(count % 4 for count in (width, *strides)) else 1
+    piece = 4 if plan.vectors and word is WORDS[0] and not any(count % 4 for count in (width, *strides)) else 1
     _copy_rows_kernel[(requests * programs,)](
         words, host_words, to, source, counts, strides[0] // piece, strides[1] // piece, to.stride(0), most, programs,
         WORDS=width, W=triton.next_power_of_2(width), ROWS=plan.rows, PIECE=piece, EARLY=plan.early,

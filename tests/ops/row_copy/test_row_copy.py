@@ -28,7 +28,7 @@ def triton_of(plan: CopyPlan) -> Callable[..., None]:
     return lambda *args, **named: triton_copy.copy_rows(*args, **named, plan=plan)
 
 
-@pytest.mark.parametrize("elems", [528, 656, 512, 1040, 4])
+@pytest.mark.parametrize("elems", [528, 656, 512, 1040, 4, 66, 33])
 @pytest.mark.parametrize("copy", [torch_impl.copy_rows, *map(triton_of, PLANS)], ids=["torch", *map(str, PLANS)])
 def test_rows_arrive_whole_and_nothing_else_changes(copy: Callable[..., None], elems: int) -> None:
     gen = torch.Generator().manual_seed(elems)
