@@ -19,24 +19,23 @@ Policy:
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Listing
 from itertools import count
 
 from sidestream.cache.prefix_stats import PrefixStats
-from sidestream.cache.slots import SlotPool
-from sidestream.core.batch import Admission, Chunk, ScheduledStep, SlotCopy
+from sidestream.core.batch import Chunk, ScheduledStep, SlotCopy
 from sidestream.core.outputs import TokenEvent
 from sidestream.core.request import Request
 from sidestream.errors import RequestError
 from sidestream.scheduler.admission import AdmissionRoom
 from sidestream.scheduler.config import SchedulerConfig, check_request
 from sidestream.scheduler.fair_share import shares_by_turn, within_limit
-from sidestream.scheduler.integrity import check_blocks, check_queues
+from sidestream.scheduler.integrity import check_queues
 from sidestream.scheduler.prefill_pacer import PrefillPacer
 from sidestream.scheduler.prefixes import Prefixes
+from sidestream.scheduler.running import Losses, Plan, Running
 from sidestream.scheduler.sequence import Sequence, by_arrival
 
 
@@ -47,8 +46,6 @@ class Scheduler:
         pacer: keeps prompts from stalling decodes; without one, plans are a function of the requests alone.
 
     Attributes:
-        num_preemptions: times a sequence lost its memory.
-        num_recomputed_tokens: computed positions thrown away by that.
         num_paced_steps: steps that would have prefilled more without a pacer.
         prefix_stats: what the prefix cache did.
     """
@@ -56,9 +53,8 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, *, pacer: PrefillPacer | None = None) -> None:
         self.config = config
         self._pacer = pacer
-        self.num_preemptions = 0
-        self.num_recomputed_tokens = 0
         self.num_paced_steps = 0
+        self._losses = Losses()
         self.prefix_stats = PrefixStats()
         self._arrivals = count()
         self._num_steps = 0
@@ -68,13 +64,10 @@ class Scheduler:
         config = self.config
         self._prefixes = Prefixes(config, self.prefix_stats)
         self._blocks = self._prefixes.blocks
-        self._slots = SlotPool(config.num_slots) if config.uses_slots else None
         self._sequences: dict[str, Sequence] = {}
         self._waiting = self._prefixes.waiting
-        self._running: list[Sequence] = []  # in order of arrival, as admission is
+        self._running = Running(config, self._prefixes, self._losses)
         self._in_flight: deque[tuple[int, tuple[Sequence, ...]]] = deque()  # step index, its sampling sequences
-        self._preempted: list[str] = []
-        self._admitted: list[Admission] = []
 
     @property
     def num_waiting(self) -> int:
@@ -90,7 +83,17 @@ class Scheduler:
 
     @property
     def num_free_slots(self) -> int:
-        return self._slots.num_free if self._slots is not None else 0
+        return self._running.num_free_slots
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times a sequence lost its memory."""
+        return self._losses.preemptions
+
+    @property
+    def num_recomputed_tokens(self) -> int:
+        """Computed positions thrown away by that."""
+        return self._losses.recomputed_tokens
 
     def room(self, num_prompt_tokens: int) -> int:
         """Most tokens that can be generated after such a prompt."""
@@ -141,11 +144,11 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Plan the next step, or None if nothing can run before another commit (or at all)."""
-        plan: dict[Sequence, int] = {}
-        num_preempted = len(self._preempted)
+        plan: Plan = {}
+        num_preempted = self._running.num_preempted
         self._plan_decodes(plan)
-        admit = len(self._preempted) == num_preempted
-        candidates = self._prefixes.candidates(self.config.max_running - len(self._running) if admit else 0)
+        admit = self._running.num_preempted == num_preempted
+        candidates = self._prefixes.candidates(self._running.seats if admit else 0)
         budget = self.config.max_num_batched_tokens - len(plan)
         limit = min(budget, self._pace(len(plan), candidates))
         self._plan_prefills(plan, limit, candidates)
@@ -193,8 +196,7 @@ class Scheduler:
         Args:
             requests: each with the tokens it was given, in order of arrival; those are recomputed.
         """
-        self.num_preemptions += len(self._running)
-        self.num_recomputed_tokens += sum(sequence.num_computed for sequence in self._running)
+        self._running.count_all_lost()
         self._reset()
         for request, generated in requests:
             sequence = self._enter(request, generated)
@@ -208,21 +210,17 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Recount queues, pools and tokens in flight; an AssertionError names what differs."""
         check_queues(
-            running=self._running,
+            running=list(self._running),
             waiting=sorted(self._waiting, key=by_arrival),
             known=self._sequences.values(),
             in_flight=[sampling for _, sampling in self._in_flight],
         )
-        assert len(self._running) <= self.config.max_running, f"{len(self._running)} sequences run"
-        if self._blocks is not None:
-            check_blocks(self._blocks, self._running)
-        if self._slots is not None:
-            self._slots.check_integrity({s.request_id: s.slot for s in self._running})
+        self._running.check_integrity()
         self._prefixes.check_integrity(self._sequences.values())
 
-    def _plan_decodes(self, plan: dict[Sequence, int]) -> None:
+    def _plan_decodes(self, plan: Plan) -> None:
         for sequence in tuple(self._running):
-            if sequence.running and sequence.can_decode and self._grow(sequence, sequence.num_known, plan):
+            if sequence.running and sequence.can_decode and self._running.grow(sequence, sequence.num_known, plan):
                 plan[sequence] = 1
 
     def _pace(self, num_decodes: int, candidates: list[Sequence]) -> int:
@@ -233,20 +231,20 @@ class Scheduler:
         num_prompts = len(prompts) + len(self._waiting) if prompts else 0
         return self._pacer.budget(num_decodes, num_prompts, longest=max((s.num_known for s in prompts), default=0))
 
-    def _plan_prefills(self, plan: dict[Sequence, int], budget: int, candidates: list[Sequence]) -> None:
-        running = [s for s in self._running if s.is_prefilling and not self._is_stuck(s)]
+    def _plan_prefills(self, plan: Plan, budget: int, candidates: list[Sequence]) -> None:
+        running = [s for s in self._running if s.is_prefilling and not self._running.is_stuck(s)]
         served, shares = self._share(running, candidates, budget)
         room = AdmissionRoom(blocks=self._blocks, watermark=self.config.watermark_blocks, alone=not self._running)
         while (fitting := room.count_fitting(served, shares)) is not None:
             candidates = candidates[:fitting]
             served, shares = self._share(running, candidates, budget)
-        num_preempted, next_in_line = len(self._preempted), deque(candidates)
+        num_preempted, next_in_line = self._running.num_preempted, deque(candidates)
         for sequence, share in sorted(zip(served, shares, strict=True), key=lambda pair: pair[0].arrival):
             if sequence.running:
-                share = self._make_room(sequence, share, plan)
-            elif len(self._preempted) > num_preempted or not next_in_line or next_in_line[0] is not sequence:
+                share = self._running.make_room(sequence, share, plan)
+            elif self._running.num_preempted > num_preempted or not next_in_line or next_in_line[0] is not sequence:
                 continue  # an earlier arrival just preempted it, or what it must wait behind
-            elif self._admit(sequence, share):
+            elif self._running.admit(sequence, share):
                 next_in_line.popleft()
             else:
                 next_in_line.clear()
@@ -274,65 +272,7 @@ class Scheduler:
         shares = shares_by_turn(needs, budget, quantum=self.config.prefill_quantum)
         return ordered[: len(shares)], shares
 
-    def _make_room(self, sequence: Sequence, share: int, plan: dict[Sequence, int]) -> int:
-        """Give a running prefill blocks for up to ``share`` tokens; others lose theirs only if it gets nothing else."""
-        pool = self._blocks
-        if pool is None:
-            return share
-        if self._is_stuck(sequence):
-            return 0
-        self._grow(sequence, sequence.num_computed + 1, plan)
-        most = (len(sequence.block_ids) + pool.num_free) * pool.block_size - sequence.num_computed
-        share = min(share, most)
-        grown = self._grow(sequence, sequence.num_computed + share, plan)
-        assert grown, f"{sequence.request_id} was preempted for its own {share} tokens"
-        return share
-
-    def _is_stuck(self, sequence: Sequence) -> bool:
-        """A running prefill that needs a block when none is free, and is the latest, so has nobody to take it from."""
-        pool = self._blocks
-        if pool is None or pool.num_free or self._running[-1] is not sequence:
-            return False
-        return sequence.num_computed == len(sequence.block_ids) * pool.block_size
-
-    def _grow(self, sequence: Sequence, num_tokens: int, plan: dict[Sequence, int]) -> bool:
-        """Make a sequence own blocks for ``num_tokens``, preempting the latest arrivals; False if that was itself."""
-        pool = self._blocks
-        if pool is None:
-            return True
-        missing = pool.blocks_for(num_tokens) - len(sequence.block_ids)
-        if missing <= 0:
-            return True
-        while (blocks := pool.allocate(missing)) is None:
-            victim = self._running[-1]
-            plan.pop(victim, None)
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-        sequence.block_ids += tuple(blocks)
-        return True
-
-    def _admit(self, sequence: Sequence, share: int) -> bool:
-        """Let a waiting sequence run; False if what it would take over was just handed out for other content."""
-        assert share > 0, f"{sequence.request_id} is admitted to do nothing"
-        if not self._prefixes.holds(sequence):
-            return False
-        if self._slots is not None:
-            slot = self._slots.allocate()
-            assert slot is not None, f"no slot for {sequence.request_id} with {len(self._running)} running"
-            sequence.slot = slot
-        self._admitted.append(self._prefixes.admit(sequence))
-        if self._blocks is not None:
-            missing = self._blocks.blocks_for(sequence.num_computed + share) - len(sequence.block_ids)
-            blocks = self._blocks.allocate(missing)
-            assert blocks is not None, f"no {missing} blocks for {share} tokens, {self._blocks.num_free} are free"
-            sequence.block_ids += tuple(blocks)
-        sequence.running = True
-        sequence.preempted = False
-        insort(self._running, sequence, key=by_arrival)
-        return True
-
-    def _issue(self, plan: dict[Sequence, int]) -> ScheduledStep:
+    def _issue(self, plan: Plan) -> ScheduledStep:
         """Turn the plan, decodes first, into chunks and count it as done: the next step builds on it."""
         chunks, sampling = [], []
         restores, snapshots = list[SlotCopy](), list[SlotCopy]()
@@ -359,10 +299,8 @@ class Scheduler:
             if samples:
                 sequence.num_in_flight += 1
                 sampling.append(sequence)
-        told = tuple(self._preempted), tuple(self._admitted)
-        step = ScheduledStep(self._num_steps, tuple(chunks), *told, tuple(restores), tuple(snapshots))
-        self._preempted.clear()
-        self._admitted.clear()
+        news = self._running.take_news()
+        step = ScheduledStep(self._num_steps, tuple(chunks), *news, tuple(restores), tuple(snapshots))
         self._in_flight.append((step.index, tuple(sampling)))
         self._num_steps += 1
         return step
@@ -372,24 +310,6 @@ class Scheduler:
         del self._sequences[sequence.request_id]
         if sequence.running:
             self._running.remove(sequence)
-            self._free(sequence)
         else:
             self._waiting.remove(sequence)
         self._prefixes.close(sequence)
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self.num_preemptions += 1
-        self.num_recomputed_tokens += sequence.num_computed
-        self._running.remove(sequence)
-        self._free(sequence)
-        sequence.preempted = True
-        self._waiting.add(sequence)
-        self._preempted.append(sequence.request_id)
-
-    def _free(self, sequence: Sequence) -> None:
-        self._prefixes.lose(sequence)
-        if self._blocks is not None:
-            self._blocks.release(sequence.block_ids)
-        if self._slots is not None:
-            self._slots.release(sequence.slot)
-        sequence.restart()

@@ -62,7 +62,7 @@ def test_nothing_misses_once_everything_is_back(folder: Path) -> None:
     selected = []
     while servings[0].core.has_work():
         act(servings, lambda s: s.step())
-        running = hosted.core.scheduler._running
+        running = list(hosted.core.scheduler._running)
         if running and [s.request_id for s in running] == ["stays"] and not placement.on_host(running[0].block_ids):
             selected.append(runtime.stats().selected_rows)
     assert len(selected) > 10
