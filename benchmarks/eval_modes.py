@@ -11,14 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -26,10 +23,10 @@ from typing import Any
 import torch
 
 from sidestream import __version__
+from sidestream.engine.bench.load.child_server import child_server
 
 COMMAND = [sys.executable, "-m", "sidestream.cli.main"]
 MODES = ("none", "piecewise", "full", "full_and_piecewise")
-ADDRESS = re.compile(r"ready after .*: (http://\S+?)/v1")
 
 
 def ask(*options: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -43,22 +40,10 @@ def ask(*options: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return found, sorted(lines, key=lambda line: int(line["index"]))
 
 
-@contextmanager
-def server() -> Iterator[str]:
-    """The address of a server on the CPU that is ready."""
-    process = subprocess.Popen([*COMMAND, "serve", "--port", "0", "--device", "cpu"], stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        yield next(match[1] for line in process.stderr if (match := ADDRESS.search(line)))
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate()
-
-
 def runs(simulated: int, sequences: int) -> Iterator[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
     """Name, score and answers of each part, the reference first."""
     yield "engine, CPU", *ask("--device", "cpu")
-    with server() as address:
+    with child_server(["--device", "cpu"], on_line=print) as address:
         yield "server, CPU, 16 requests at once", *ask("--url", address)
         yield "server, CPU, one request at a time", *ask("--url", address, "--concurrency", "1")
     for mode in MODES if simulated else ():

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,10 +18,11 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, sync_playwright
 
+from sidestream.engine.bench.load.child_server import child_server
+
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 CLIENTS = 5
 LOAD_SECONDS = 60
-READY = re.compile(r"ready after .*: (http://\S+?)/v1")
 
 
 def main() -> None:
@@ -38,12 +37,7 @@ def main() -> None:
 
 
 def dashboard(browser: Browser, path: Path) -> None:
-    server = subprocess.Popen(
-        [sys.executable, "-m", "sidestream.cli.main", "serve", "--port", "0"], stderr=subprocess.PIPE, text=True
-    )
-    try:
-        assert server.stderr is not None
-        address = next(match[1] for line in server.stderr if (match := READY.search(line)))
+    with child_server([], on_line=print) as address:
         stop = threading.Event()
         clients = [threading.Thread(target=load, args=(address, seed, stop)) for seed in range(CLIENTS)]
         for client in clients:
@@ -58,9 +52,6 @@ def dashboard(browser: Browser, path: Path) -> None:
         stop.set()
         for client in clients:
             client.join()
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait()
 
 
 def inspection(browser: Browser, path: Path) -> None:
