@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from sidestream.core.structured_outputs import JSON_WHITESPACE, MAX_TAG_CHARACTERS
+from sidestream.core.structured_outputs import JSON_WHITESPACE
 from sidestream.errors import RequestError
 from sidestream.server.argument_types import ALL_TYPES, TEXT, json_types, properties_of, resolved, type_of
 from sidestream.server.errors import shown
@@ -22,7 +22,7 @@ from sidestream.server.parsers import (
     DeepSeekV32Parser,
     GlmParser,
 )
-from sidestream.server.tool_schemas import alternatives, check_schema
+from sidestream.server.tool_schemas import Totals, alternatives, check_schema
 
 Form: TypeAlias = dict[str, Any]
 NAME = r'[^<>"\s]+'
@@ -36,8 +36,14 @@ class CallForms(Protocol):
     opening: str
     """Begins calls; every answer that holds it is a call."""
 
-    def call(self, name: str, parameters: Mapping[str, Any]) -> Form:
-        """One call of a function, whose arguments satisfy a schema of type object."""
+    def call(self, name: str, parameters: Mapping[str, Any], totals: Totals) -> Form:
+        """One call of a function, whose arguments satisfy a schema of type object.
+
+        Args:
+            totals: of the request's functions, to which this one is added.
+        Raises:
+            RequestError: generation cannot be held to the schema, or the functions together are too large.
+        """
         ...
 
     def block(self, calls: Sequence[Form], *, parallel: bool) -> Form:
@@ -55,9 +61,9 @@ class GlmForms:
     opening = GlmParser.opening
     end_of_value = "</arg_value>"
 
-    def call(self, name: str, parameters: Mapping[str, Any]) -> Form:
-        check_schema(name, parameters)
-        arguments = _arguments(parameters, self._argument, self._any_argument())
+    def call(self, name: str, parameters: Mapping[str, Any], totals: Totals) -> Form:
+        check_schema(name, parameters, totals)
+        arguments = _arguments(parameters, self._argument, self._any_argument(), totals)
         return tag(self.opening + name, arguments, GlmParser.closing)
 
     def block(self, calls: Sequence[Form], *, parallel: bool) -> Form:
@@ -80,8 +86,8 @@ class DeepSeekV31Forms:
 
     opening = DeepSeekV31Parser.opening
 
-    def call(self, name: str, parameters: Mapping[str, Any]) -> Form:
-        check_schema(name, parameters)
+    def call(self, name: str, parameters: Mapping[str, Any], totals: Totals) -> Form:
+        check_schema(name, parameters, totals)
         end = DeepSeekV31Parser.end_of_call
         arguments = _json(parameters, parameters, end)
         return tag(f"{DeepSeekV31Parser.call}{name}{DeepSeekV31Parser.separator}", arguments, end)
@@ -100,9 +106,9 @@ class DeepSeekV32Forms:
     parameter = DeepSeekV32Parser.parameter
     end_of_value = DeepSeekV32Parser.end_of_value
 
-    def call(self, name: str, parameters: Mapping[str, Any]) -> Form:
-        check_schema(name, parameters)
-        arguments = _arguments(parameters, self._argument, self._any_argument())
+    def call(self, name: str, parameters: Mapping[str, Any], totals: Totals) -> Form:
+        check_schema(name, parameters, totals)
+        arguments = _arguments(parameters, self._argument, self._any_argument(), totals)
         return tag(f'{DeepSeekV32Parser.invoke}{name}">\n', arguments, f"{DeepSeekV32Parser.end_of_call}\n")
 
     def block(self, calls: Sequence[Form], *, parallel: bool) -> Form:
@@ -195,7 +201,7 @@ def _triggered(opening: str, tags: Sequence[Form], *, parallel: bool) -> Form:
     }
 
 
-def _arguments(parameters: Mapping[str, Any], argument: Any, any_argument: Form) -> Form:
+def _arguments(parameters: Mapping[str, Any], argument: Any, any_argument: Form, totals: Totals) -> Form:
     """The members of an object one by one, in the schema's order; members that it does not name only if it says so."""
     root = parameters
     parameters = resolved(parameters, root)
@@ -203,18 +209,13 @@ def _arguments(parameters: Mapping[str, Any], argument: Any, any_argument: Form)
     needed = parameters.get("required", [])
     named |= {name: {} for name in needed if name not in named}
     elements = []
-    size = 0
     for name, schema in named.items():
         if schema is False and name not in needed:
             continue
         if not writable(name):
             raise RequestError(f"tools holds the parameter {shown(name)}, a name that a call cannot spell")
         form = argument(name, schema, root)
-        size += len(json.dumps(form))
-        if size > MAX_TAG_CHARACTERS:
-            raise RequestError(
-                f"tools holds arguments of a form of more than {MAX_TAG_CHARACTERS} characters, the limit"
-            )
+        totals.add_form(form)
         elements.append(form if name in needed else {"type": "optional", "content": form})
     if parameters.get("additionalProperties", "properties" not in parameters) is not False:
         elements.append({"type": "star", "content": any_argument})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -45,6 +46,8 @@ async def create_chat_completion(service: Service, body: ChatRequest, request: R
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     choice = ToolChoice(body, service.answer_parser)
     asked = sampling_params(body, max_tokens=_max_tokens(body), logprobs=logprobs)
+    if choice.strict:
+        await asyncio.to_thread(choice.form, asked.structured_outputs)  # large schemas hold up nobody's prompt
     params, token_ids, thinking = await engine.tokenizing(
         lambda: _prepare(engine.tokenizer, body, choice, asked, parser=service.answer_parser)
     )

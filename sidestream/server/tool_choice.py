@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from sidestream.server.call_forms import (
 from sidestream.server.errors import shown
 from sidestream.server.parsers import END_THINK, THINK
 from sidestream.server.protocol import ChatRequest, NamedTool, Tool
+from sidestream.server.tool_schemas import Totals
 
 ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
@@ -53,7 +55,7 @@ class ToolChoice:
         self._forms = FORMS.get(parser)
         names = [tool.function.name for tool in tools or ()]
         if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
+            ((twice, _),) = Counter(names).most_common(1)
             raise RequestError(f"tools holds two functions of the name {shown(twice)}")
         if self.forced and not tools:
             raise RequestError(f"tool_choice is {_said(body)}, which needs tools")
@@ -71,26 +73,46 @@ class ToolChoice:
             raise RequestError(f"{what}: that needs an answer parser, and this server has none (--answer-parser)")
         if self.strict:
             for place, tool in enumerate(self.tools or ()):
-                _check_function(tool, f"tools.{place}.function")
+                if not writable(tool.function.name):
+                    where = f"tools.{place}.function.name is {shown(tool.function.name)}"
+                    raise RequestError(f"{where}, which a call cannot spell")
+        self._form: Form | None = None
 
-    def form(self, answer: Form | None) -> Form:
-        """What the answer must look like behind any reasoning.
+    def form(self, asked: StructuredOutputs | None) -> Form:
+        """What the answer must look like behind any reasoning. Made once; that may take a tenth of a second.
 
         Args:
-            answer: what it must be where it is no call; None for text.
+            asked: what it must be where it is no call; None for text.
+        Raises:
+            RequestError: two forms contradict each other, or there is a schema that generation cannot be held to.
         """
+        if self._form is None:
+            if asked is not None and not self.formatted:
+                raise RequestError("tools that generation is held to contradict structured_outputs; give one of them")
+            self._form = self._make(None if asked is None or self.forced else _as_form(asked))
+        return self._form
+
+    def _make(self, answer: Form | None) -> Form:
         assert self._forms is not None, "only an answer parser's format can be held to"
-        calls = [self._call(self._forms, tool) for tool in self.tools or () if self.named in (None, tool.function.name)]
+        totals = Totals()
+        calls = []
+        for place, tool in enumerate(self.tools or ()):
+            if self.named in (None, tool.function.name):
+                calls.append(self._call(self._forms, tool, totals, f"tools.{place}.function"))
         if not self.forced and answer is None:
             return self._forms.among_text(calls, parallel=self.parallel)
         block = self._forms.block(calls, parallel=self.parallel)
         return block if self.forced or answer is None else either([answer, block])
 
-    def _call(self, forms: CallForms, tool: Tool) -> Form:
+    def _call(self, forms: CallForms, tool: Tool, totals: Totals, where: str) -> Form:
         function = tool.function
         held = self.forced or function.strict
         parameters = (NO_ARGUMENTS if function.parameters is None else function.parameters) if held else ANY_ARGUMENTS
-        return forms.call(function.name, {"type": "object", **parameters})
+        form = forms.call(function.name, {"type": "object", **parameters}, totals)
+        types = json_types(parameters, parameters)
+        if "object" not in types:
+            raise RequestError(f"{where}.parameters are of type {' or '.join(sorted(types))}, they must be an object")
+        return form
 
 
 def constrain(
@@ -115,13 +137,11 @@ def constrain(
     params = replace(params, skip_special_tokens=params.skip_special_tokens and not _special(tokenizer, forms.opening))
     asked = params.structured_outputs
     if choice.strict:
-        if asked is not None and not choice.formatted:
-            raise RequestError("tools that generation is held to contradict structured_outputs; give one of them")
+        form = choice.form(asked)
         _check_spelling(tokenizer, forms.opening, parser)
-        answer = None if asked is None or choice.forced else _as_form(asked)
         closed = not thinking and (prompt.rstrip().endswith(END_THINK) or not _reasons(tokenizer))
-        form = behind_reasoning(choice.form(answer), thinking=thinking, closed=closed)
-        control_characters = asked is None or answer is None or asked.control_characters
+        form = behind_reasoning(form, thinking=thinking, closed=closed)
+        control_characters = asked is None or choice.forced or asked.control_characters
         return replace(params, structured_outputs=_outputs(form, source="tools", control_characters=control_characters))
     if asked is not None and thinking:
         form = behind_reasoning(_as_form(asked), thinking=True, closed=False)
@@ -148,16 +168,6 @@ def _as_form(asked: StructuredOutputs) -> Form:
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{asked.source} json is not a JSON schema: {error}") from None
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": JSON_WHITESPACE}
-
-
-def _check_function(tool: Tool, where: str) -> None:
-    function = tool.function
-    if not writable(function.name):
-        raise RequestError(f"{where}.name is {shown(function.name)}, which a call cannot spell")
-    parameters = function.parameters or {}
-    types = json_types(parameters, parameters)
-    if "object" not in types:
-        raise RequestError(f"{where}.parameters are of type {' or '.join(sorted(types))}, they must be an object")
 
 
 def _said(body: ChatRequest) -> str:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from sidestream.core.structured_outputs import MAX_TAG_CHARACTERS
 from sidestream.errors import RequestError
 from sidestream.server.argument_types import ALL_TYPES, DEPTH, TypesOf, pointed_at, resolved, type_of
 from sidestream.server.errors import shown
 
 MAX_SCHEMAS = 10_000
-"""Schemas within those of one function; and alternatives of all its arguments, each time that they are referred to."""
+"""Schemas within those of one request's functions; and alternatives of all arguments, each time that they are referred
+to."""
+MAX_MEMBERS = 256
+"""Keywords of one schema, known or not: those of a reference and of what it leads to are merged at each use."""
 ALTERNATIVES = ("anyOf", "oneOf")
 Check = Callable[[Any], bool]
 
@@ -74,20 +79,64 @@ NOT_OF_A_FUNCTION = (
 """What the arguments as a whole cannot be held to: they are written one by one."""
 
 
-def check_schema(name: str, parameters: Mapping[str, Any]) -> None:
+class Totals:
+    """What the functions of one request hold together. Each ``add`` may find that to be too much.
+
+    Raises:
+        RequestError: naming the function that is one too many, and the limit.
+    """
+
+    def __init__(self) -> None:
+        self._schemas = self._alternatives = self._characters = self._written = 0
+
+    def add_parameters(self, parameters: Mapping[str, Any], where: str) -> None:
+        self._characters += len(json.dumps(parameters))
+        if self._characters > MAX_TAG_CHARACTERS:
+            said = f"{where} bring the schemas of the request to {self._characters} characters"
+            raise RequestError(f"{said}, {_limit(MAX_TAG_CHARACTERS)}")
+
+    def add_schema(self, where: str) -> None:
+        self._schemas += 1
+        if self._schemas > MAX_SCHEMAS:
+            raise RequestError(f"{where} bring the request to more than {MAX_SCHEMAS} schemas, {_limit(MAX_SCHEMAS)}")
+
+    def add_alternatives(self, count: int, where: str) -> None:
+        self._alternatives += count
+        if self._alternatives > MAX_SCHEMAS:
+            raise RequestError(
+                f"{where} bring the request to more than {MAX_SCHEMAS} alternatives of anyOf, oneOf and enum, "
+                f"{_limit(MAX_SCHEMAS)}"
+            )
+
+    def add_form(self, form: Any) -> None:
+        """A part of what generation is held to."""
+        self._written += len(json.dumps(form))
+        if self._written > MAX_TAG_CHARACTERS:
+            raise RequestError(
+                f"tools holds arguments of a form of more than {MAX_TAG_CHARACTERS} characters, "
+                f"{_limit(MAX_TAG_CHARACTERS)}"
+            )
+
+
+def _limit(limit: int) -> str:
+    return f"the limit of all functions together is {limit}; send fewer functions, or simpler ones"
+
+
+def check_schema(name: str, parameters: Mapping[str, Any], totals: Totals) -> None:
     """See that generation can be held to a function's schema.
 
     Raises:
         RequestError: naming the function, the keyword and what is wrong with it.
     """
     where = f"tools holds the function {shown(name)}, whose parameters"
-    schemas = list(_schemas(parameters, where))
+    totals.add_parameters(parameters, where)
+    schemas = list(_schemas(parameters, where, totals))
     extents = _Extents(parameters, where)
     for schema in schemas:
         extents(schema)
     whole = resolved(parameters, parameters)
-    if sum(extents(schema)[1] for schema in whole.get("properties", {}).values()) > MAX_SCHEMAS:
-        raise RequestError(f"{where} have more than {MAX_SCHEMAS} alternatives of anyOf, oneOf and enum, the limit")
+    for schema in whole.get("properties", {}).values():
+        totals.add_alternatives(extents(schema)[1], where)
     for key in NOT_OF_A_FUNCTION:
         if key in whole:
             raise RequestError(f"{where} have {key} at their top, which generation cannot be held to")
@@ -108,7 +157,7 @@ def alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, 
         yield schema
 
 
-def _schemas(parameters: Mapping[str, Any], where: str) -> Iterator[Mapping[str, Any]]:
+def _schemas(parameters: Mapping[str, Any], where: str, totals: Totals) -> Iterator[Mapping[str, Any]]:
     """Every schema once, its keywords' values checked, also those that only references lead to."""
     seen: set[int] = set()
     left: list[Any] = [parameters]
@@ -117,19 +166,30 @@ def _schemas(parameters: Mapping[str, Any], where: str) -> Iterator[Mapping[str,
         if not isinstance(schema, Mapping) or id(schema) in seen:
             continue
         seen.add(id(schema))
-        if len(seen) > MAX_SCHEMAS:
-            raise RequestError(f"{where} hold more than {MAX_SCHEMAS} schemas, the limit")
-        for key, (check, what) in KINDS.items():
-            if key in schema and not check(schema[key]):
-                raise RequestError(f"{where} have {key} {shown(schema[key])}, which must be {what}")
+        totals.add_schema(where)
+        if len(schema) > MAX_MEMBERS:
+            raise RequestError(f"{where} hold a schema of {len(schema)} keywords, the limit is {MAX_MEMBERS}")
+        for key, value in schema.items():
+            if key not in KINDS:
+                continue
+            check, what = KINDS[key]
+            if not check(value):
+                raise RequestError(f"{where} have {key} {shown(value)}, which must be {what}")
+            left += _parts(key, value)
         yield schema
-        left += [part for key in NAMED for part in schema.get(key, {}).values()]
-        left += [part for key in SEVERAL for part in schema.get(key, ())]
-        left += [schema[key] for key in SINGLE if key in schema]
         if "$ref" in schema:
             left.append(pointed_at(schema["$ref"], parameters))
             if not _is_schema(left[-1]):
                 raise RequestError(f"{where} have $ref {shown(schema['$ref'])}, which leads to no schema within them")
+
+
+def _parts(key: str, value: Any) -> Iterable[Any]:
+    """Schemas within a keyword's value."""
+    if key in NAMED:
+        return list(value.values())
+    if key in SEVERAL:
+        return list(value)
+    return [value] if key in SINGLE else ()
 
 
 class _Extents:

@@ -14,6 +14,7 @@ from sidestream.server.answer_pieces import CallArguments, CallStart, Content, R
 from sidestream.server.call_forms import FORMS, behind_reasoning
 from sidestream.server.parsers import BAR, parser_for
 from sidestream.server.protocol import Tool
+from sidestream.server.tool_schemas import Totals
 from tests.server.drawer import Drawer
 
 NAMES = sorted(FORMS)
@@ -148,7 +149,7 @@ def read(
 @pytest.mark.parametrize("kind", SCHEMAS)
 def test_drawn_calls_satisfy_the_schema(drawer: Drawer, parser: str, kind: str) -> None:
     schema, forms = SCHEMAS[kind], FORMS[parser]
-    form = forms.block([forms.call("f", schema)], parallel=False)
+    form = forms.block([forms.call("f", schema, Totals())], parallel=False)
     for seed in range(3):
         text = drawer.draw(form, seed)
         _, content, calls = read(parser, text, [tool("f", schema)])
@@ -161,7 +162,7 @@ def test_drawn_calls_satisfy_the_schema(drawer: Drawer, parser: str, kind: str) 
 @pytest.mark.parametrize("parser", NAMES)
 def test_one_or_more_calls_of_any_of_the_functions(drawer: Drawer, parser: str) -> None:
     forms, tools = FORMS[parser], [tool("get", NOTHING), tool("get_more", CITY)]
-    calls = [forms.call(each.function.name, each.function.parameters or {}) for each in tools]
+    calls = [forms.call(each.function.name, each.function.parameters or {}, Totals()) for each in tools]
     one, more = (forms.block(calls, parallel=parallel) for parallel in (False, True))
     drawn = [drawer.draw(form, 0) for form in (*calls, forms.block(calls[:1], parallel=False))]
     first, second, alone = (re.sub(r"\{\s+\}", "{}", text) for text in drawn)
@@ -183,7 +184,7 @@ def test_one_or_more_calls_of_any_of_the_functions(drawer: Drawer, parser: str) 
 def test_calls_among_text(drawer: Drawer, parser: str) -> None:
     """Text is free until a call begins, which then must be one; nothing follows the only one that is allowed."""
     forms = FORMS[parser]
-    call = forms.call("get_more", CITY)
+    call = forms.call("get_more", CITY, Totals())
     block = drawer.draw(forms.block([call], parallel=False), 1)
     one, more = (forms.among_text([call], parallel=parallel) for parallel in (False, True))
     for form in (one, more):
@@ -220,13 +221,13 @@ def test_arguments_that_no_schema_names(drawer: Drawer, parser: str) -> None:
         (named, False),
         (NOTHING, False),
     ):
-        assert drawer.accepts(forms.block([forms.call("f", schema)], parallel=False), text) is whether, schema
+        assert drawer.accepts(forms.block([forms.call("f", schema, Totals())], parallel=False), text) is whether, schema
 
 
 @pytest.mark.parametrize("parser", NAMES)
 def test_reasoning_comes_first_where_it_may(drawer: Drawer, parser: str) -> None:
     forms = FORMS[parser]
-    calls = forms.block([forms.call("now", NOTHING)], parallel=False)
+    calls = forms.block([forms.call("now", NOTHING, Totals())], parallel=False)
     block = drawer.draw(calls, 0)
     begun, ended, either = (
         behind_reasoning(calls, thinking=thinking, closed=closed)
@@ -251,7 +252,7 @@ def test_reasoning_comes_first_where_it_may(drawer: Drawer, parser: str) -> None
 def test_names_that_would_be_taken_for_tags_are_refused(parser: str) -> None:
     for name in ("a<b", 'a"', " a", "", "a\nb"):
         with pytest.raises(RequestError, match="cannot spell"):
-            FORMS[parser].call("f", {"type": "object", "properties": {name: {}}})
+            FORMS[parser].call("f", {"type": "object", "properties": {name: {}}}, Totals())
 
 
 @pytest.mark.parametrize("parser", NAMES)
@@ -262,4 +263,4 @@ def test_schemas_that_are_none_are_not_compiled(drawer: Drawer, parser: str, sch
     forms = FORMS[parser]
     parameters = {"type": "object", "properties": {"a": schema}}
     with pytest.raises((RuntimeError, RequestError)):
-        drawer.compile(forms.call("f", parameters))
+        drawer.compile(forms.call("f", parameters, Totals()))

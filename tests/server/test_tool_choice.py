@@ -23,6 +23,7 @@ from sidestream.errors import RequestError
 from sidestream.server.call_forms import FORMS
 from sidestream.server.protocol import ChatRequest
 from sidestream.server.tool_choice import ToolChoice, constrain
+from sidestream.server.tool_schemas import Totals
 from tests.engine.tiny_tokenizers import byte_fallback
 from tests.server.drawer import Drawer
 from tests.server.live_server import LiveServer, live_server
@@ -210,7 +211,7 @@ def test_a_model_may_reason_first_where_its_template_knows_how(template: str) ->
     tokenizer.chat_template = template
     now = [{"type": "function", "function": {"name": "now", "parameters": NOW}}]
     choice = choose(tools=now, tool_choice="required", parallel_tool_calls=False)
-    block = drawer.draw(FORMS["glm"].block([FORMS["glm"].call("now", NOW)], parallel=False), 0)
+    block = drawer.draw(FORMS["glm"].block([FORMS["glm"].call("now", NOW, Totals())], parallel=False), 0)
     for thinking, before, may in ((False, "<think>so</think>", template != "plain"), (True, "so</think>", True)):
         outputs = held(tokenizer, choice, SamplingParams(), thinking=thinking).structured_outputs
         assert outputs is not None
@@ -357,7 +358,7 @@ def test_an_answer_is_a_call_or_has_the_form_asked_for(parser: str, thinking: bo
     drawer, params = Drawer(), SamplingParams(structured_outputs=StructuredOutputs(json={"type": "boolean"}))
     json_only: Any = {"type": "json_schema", "json_schema": {"name": "b", "schema": {"type": "boolean"}}}
     now = {"type": "function", "function": {"name": "now", "parameters": NOW}}
-    block = drawer.draw(FORMS[parser].block([FORMS[parser].call("now", NOW)], parallel=False), 0)
+    block = drawer.draw(FORMS[parser].block([FORMS[parser].call("now", NOW, Totals())], parallel=False), 0)
     for tools in ([now], [now | {"function": now["function"] | {"strict": True}}]):  # type: ignore[operator]
         for choice, of_json, of_call in (("auto", True, True), ("required", False, True)):
             chosen = choose(parser, tools=tools, tool_choice=choice, response_format=json_only)

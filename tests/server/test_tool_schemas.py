@@ -15,7 +15,7 @@ from sidestream.server.argument_types import ALL_TYPES, json_types
 from sidestream.server.call_forms import FORMS
 from sidestream.server.parsers import parser_for
 from sidestream.server.protocol import Tool
-from sidestream.server.tool_schemas import KINDS, MAX_SCHEMAS
+from sidestream.server.tool_schemas import KINDS, MAX_SCHEMAS, Totals
 
 NAMES = sorted(FORMS)
 INTEGER = {"type": "integer"}
@@ -96,13 +96,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_be_held_to_is_refused_by_name(parser: str, kind: str) -> None:
     schema, complaint = REFUSED[kind]
     with pytest.raises(RequestError, match=f"^tools holds the function 'f', .*{complaint}"):
-        FORMS[parser].call("f", {"type": "object", **schema})
+        FORMS[parser].call("f", {"type": "object", **schema}, Totals())
 
 
 @pytest.mark.parametrize("parser", NAMES)
 def test_up_to_the_limits_schemas_are_held_to(parser: str) -> None:
     for schema in (chain(31, 1), chain(4, 6), of_argument({"enum": list(range(MAX_SCHEMAS))})):
-        FORMS[parser].call("f", schema)
+        FORMS[parser].call("f", schema, Totals())
 
 
 @pytest.mark.parametrize("parser", ["glm", "deepseek_v32"])
@@ -110,16 +110,16 @@ def test_forms_that_grow_too_large_are_refused_before_they_are_made(parser: str)
     """Each argument's form holds the definitions that it refers to."""
     uses = {f"a{i}": {"type": "array", "items": {"$ref": "#/$defs/t"}} for i in range(2000)}
     with pytest.raises(RequestError, match="more than 1048576 characters"):
-        FORMS[parser].call("f", {"type": "object", "properties": uses, "$defs": {"t": INTEGER}})
+        FORMS[parser].call("f", {"type": "object", "properties": uses, "$defs": {"t": INTEGER}}, Totals())
 
 
 @pytest.mark.parametrize("parser", ["glm", "deepseek_v32"])
 def test_an_argument_that_may_not_be_there(parser: str) -> None:
     forbidden = {"type": "object", "properties": {"a": {"type": "null"}, "b": False}, "required": ["a"]}
     without = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
-    assert FORMS[parser].call("f", forbidden) == FORMS[parser].call("f", without)
+    assert FORMS[parser].call("f", forbidden, Totals()) == FORMS[parser].call("f", without, Totals())
     with pytest.raises(RequestError, match="no value satisfies"):
-        FORMS[parser].call("f", of_argument(False))
+        FORMS[parser].call("f", of_argument(False), Totals())
 
 
 def test_types_of_bombs_and_knots_are_found() -> None:
@@ -152,7 +152,7 @@ VALUES = st.recursive(
 def test_any_value_of_any_keyword_is_held_to_or_refused(keywords: dict[str, Any], top: bool, parser: str) -> None:
     schema = {"type": "object", **keywords} if top else of_argument(keywords, **{"$defs": {"t": INTEGER}})
     with contextlib.suppress(RequestError):
-        json.dumps(FORMS[parser].call("f", schema))
+        json.dumps(FORMS[parser].call("f", schema, Totals()))
     tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": schema}})
     made = parser_for("glm", False, [tool])()
     made.push("<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>")
