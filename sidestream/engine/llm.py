@@ -241,7 +241,8 @@ class LLM:
             self._end_left()
 
     def _step(self) -> None:
-        """Run one step and hand each output to the iterator whose request it is: several may be open at once."""
+        """Run one step and hand each output to the iterator whose request it is: several may be open at once. Outputs
+        of requests that ended meanwhile are nobody's."""
         self._end_left()
         outbox = self.core.outbox  # not empty if an interrupt came between the last step and its delivery
         if not outbox:
