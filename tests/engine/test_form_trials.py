@@ -10,11 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from threading import Thread
+from typing import Any
 
 import psutil
 import pytest
 
-from sidestream import LLM, RequestError, SamplingParams, SidestreamError
+from sidestream import LLM, ConfigError, RequestError, SamplingParams, SidestreamError
 from sidestream.core.request import Request
 from sidestream.core.structured_outputs import StructuredOutputs
 from sidestream.engine import form_trials
@@ -250,6 +251,12 @@ def test_there_is_no_process_without_a_form_and_none_without_its_engine() -> Non
     del llm
     gc.collect()
     assert is_gone(process.pid)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, True, "5", float("nan"), float("inf"), 86401])
+def test_the_limit_is_checked(seconds: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^max_form_seconds must be a number from 0\.001 to 86400 \(a day\), got "):
+        LLM(device="cpu", max_form_seconds=seconds)
 
 
 KILLED = """
