@@ -26,12 +26,10 @@ def launch() -> None:
     from sidestream.ops.moe.triton_tiles import ONE_TOKEN
     from sidestream.ops.rope.triton_rope import apply_rope
     from sidestream.ops.sparse_mla.triton_impl import sparse_mla
-    from sidestream.ops.topk.triton_select import topk_ascending
 
     angles = made(64, 32, dtype=torch.float32)
     swiglu(made(64, 4096), limit=None)
     apply_rope(made(64, 64, 64), angles, angles, interleaved=True)
-    topk_ascending(made(4, 131_072, dtype=torch.float32), made(4, dtype=torch.int64), 2048)
     layout = kv_row_layout("fp8_ds_mla", latent_dim=512, rope_dim=64, model_dtype=torch.bfloat16)
     pool = made(4096, layout.row_elems, dtype=layout.dtype)
     counts, rows = made(128, dtype=torch.int32), made(128, 2048, dtype=torch.int64)
@@ -47,7 +45,7 @@ def launch() -> None:
     )  # fmt: skip
 
 
-WANTED = {"_swiglu", "_rotate", "_gate_up_one", "_scores_kernel", "_select_kernel", "attend_roles"}
+WANTED = {"_swiglu", "_rotate", "_gate_up_one", "_scores_kernel", "attend_roles"}
 
 
 def main() -> None:

@@ -79,7 +79,7 @@ def select_plan(entries: int, picks: int, *, rows: int) -> SelectPlan | None:
     tiles = triton.cdiv(entries, tile)
     splits = max(1, min(tiles, _ENOUGH_PROGRAMS // rows, MAX_SPLITS))
     splits = triton.cdiv(tiles, triton.cdiv(tiles, splits))  # none without a tile
-    # 16 entries a thread: with 32 of 8,192, keys of the whole block spill in the search, swept slower besides.
+    # 16 entries a thread: 32 of 8,192 were slower in two sweeps, and a thread spills more in the search.
     warps = max(merge // 512, 8)
     return SelectPlan(small, merge, tile, 2048, splits, warps, merge // 512, None, pdl=not INTERPRETED)
 
