@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from sidestream.engine.bundled import known_configs
+
 _PEAK_RESET = Path("/proc/self/clear_refs")
 
 _CHILD = """
@@ -18,7 +20,6 @@ import torch
 from dataclasses import replace
 from pathlib import Path
 from sidestream.config.model import Fp8BlockConfig, ModelConfig
-from sidestream.engine.bundled import known_configs
 from sidestream.weights import SafetensorsSource
 
 def status(key):
