@@ -251,7 +251,7 @@ class EngineCore:
                 *state.beginning(),
             )
             self.outbox.append(Posted(output, len(state.tokens), state.prompt_logprobs_done))
-            self._unfinished.record(self.outbox[-1])
+            self._unfinished.tell(self.outbox[-1])
 
     def _time(self, launched: _Launched) -> None:
         """Tell the pacer what a step took that has just ended."""

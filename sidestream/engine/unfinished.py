@@ -96,7 +96,7 @@ class Unfinished:
         self._masks.drop(request_id)
         self._states.pop(request_id, None)
 
-    def record(self, posted: Posted) -> None:
+    def tell(self, posted: Posted) -> None:
         """Tell a request what was put out for it; a second time changes nothing."""
         output, state = posted.output, self._states.get(posted.output.request_id)
         if state is None:
@@ -117,7 +117,7 @@ class Unfinished:
         for name in aborted:
             self.drop(name)
         for posted in outbox:
-            self.record(posted)
+            self.tell(posted)
         for state in self:
             if not state.mask_follows:
                 self._follow_anew(state)

@@ -172,7 +172,7 @@ def test_a_form_is_told_of_every_token_once(at: int, after: bool) -> None:
     for i, token in enumerate((7, 8, 9)):
         outbox.append(Posted(EngineOutput("a", token, None), 2 + i, 1))
         try:
-            unfinished.record(outbox[-1])
+            unfinished.tell(outbox[-1])
         except KeyboardInterrupt:
             assert i == at - 1
             unfinished.rewind(outbox, aborted=())
@@ -180,5 +180,5 @@ def test_a_form_is_told_of_every_token_once(at: int, after: bool) -> None:
     assert masks.told == {"a": [7, 8, 9]}
     unfinished.rewind(outbox, aborted=())
     assert masks.told == {"a": [7, 8, 9]}
-    unfinished.record(Posted(EngineOutput("a", 4, FinishReason.STOP), 5, 1))
+    unfinished.tell(Posted(EngineOutput("a", 4, FinishReason.STOP), 5, 1))
     assert not masks.told

@@ -77,7 +77,7 @@ REMOVALS: dict[str, Removal] = {
     "engine/core.py EngineCore.__init__: self._runner.on_device()": Removal(
         NONE, Unordered("write after write", "__init__", "keep")
     ),
-    "engine/core.py EngineCore.step: self._runner.on_device()": ON_DEFAULT_STREAM,
+    "engine/core.py EngineCore._step: self._runner.on_device()": ON_DEFAULT_STREAM,
     "engine/sampled_tokens.py PendingTokens.read: self.streams.backend.synchronize_event(self.slot.copied)": UNREAD,
     "engine/sampled_tokens.py SampledTokens.keep: self._streams.backend.record(slot.copied)": UNREAD,
     "engine/runner.py ModelRunner.on_device: self.streams.backend.use(self.streams.compute)": ON_DEFAULT_STREAM,

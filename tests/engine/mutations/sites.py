@@ -81,9 +81,8 @@ NOT_STEPS = (
 )
 """The devices, which do what they are told; the doctor, whose small programs ask what a device does; ``verify``, which
 runs whole engines one after the other; the memory probe, the benchmarks and the server's engine process, which run
-whole steps one after the other and read clocks and counters between them; what tries and compiles
-forms, on threads of its own;
-the server, which waits for clients and for an engine in another process."""
+whole steps one after the other and read clocks and counters between them; what tries and compiles forms, on threads of
+its own; the server, which waits for clients and for an engine in another process."""
 
 BOOKKEEPING = ("cache/prefix_cache.py", "scheduler/prefixes.py", "scheduler/scheduler.py")
 """Of the host alone: ``publish`` says there which blocks a later sequence may find, ``begin_step`` that copies
