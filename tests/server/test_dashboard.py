@@ -125,6 +125,25 @@ def test_the_key_is_asked_for_once_and_sent_with_all_that_needs_it() -> None:
         expect(page.locator("#ask")).to_be_hidden()
 
 
+def test_every_chart_says_how_long_ago_it_was(page: Page) -> None:
+    for width in (1200, 400):
+        page.set_viewport_size({"width": width, "height": 1000})
+        charts = page.locator("#charts svg")
+        expect(charts).to_have_count(4)
+        for chart in charts.all():
+            labels = chart.locator("text.age")
+            expect(labels).to_have_text(["2 min ago", "90 s ago", "1 min ago", "30 s ago", "now"])
+            page.wait_for_function("width => innerWidth === width", arg=width)
+            places = chart.evaluate(  # at once, since the chart is drawn anew each second
+                "svg => [svg, ...svg.querySelectorAll('text.age')].map(part => part.getBoundingClientRect())"
+                ".map(place => [place.left, place.right])"
+            )
+            (left, end), *labelled = places
+            edges = [left, *(edge for place in labelled for edge in place)]
+            assert edges == sorted(edges), "labels overlap"
+            assert edges[-1] <= end + 0.5
+
+
 def test_a_narrow_window_is_no_wider_than_itself(page: Page) -> None:
     page.set_viewport_size({"width": 400, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") == 400
