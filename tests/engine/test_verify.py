@@ -133,7 +133,8 @@ def test_modes_really_ran(clean: tuple[Report, Silent]) -> None:
 def test_progress_tells_every_cell_and_token_and_an_estimate(clean: tuple[Report, Silent]) -> None:
     _, progress = clean
     assert [tokens for _, tokens in progress.cells] == [6] * 16
-    assert progress.cells[0][0] == "NONE, one shot, alone"
+    assert progress.cells[0][0] == "1 of 16: NONE, one shot, alone"
+    assert progress.cells[-1][0].startswith("16 of 16: ")
     assert progress.tokens == 16 * 6
     assert len(progress.notes) == 1
     assert "more" in progress.notes[0]

@@ -135,7 +135,8 @@ class Verification:
         for schedule in SCHEDULES:
             started = time.perf_counter()
             tokens = len(self._workload.prompts) * self._workload.tokens
-            self._progress.begin(f"{variant.name}, {schedule}", tokens)
+            place = f"{len(self._runs) + 1} of {len(self._variants) * len(SCHEDULES)}"
+            self._progress.begin(f"{place}: {variant.name}, {schedule}", tokens)
             if error is None:
                 try:
                     engine = engine or self._engine(variant)
