@@ -162,7 +162,7 @@ def _items(file: Path, *, shots: int, shots_file: Path | None, limit: int | None
     items = read_items(file)
     source = items if shots_file is None else read_items(shots_file)
     if len(source) < shots:
-        raise RequestError(f"shots is {shots}, and there are {len(source)} examples in {shots_file or file}")
+        raise RequestError(f"shots is {shots}, the limit is {len(source)}, the examples in {shots_file or file}")
     rest = items[shots:] if shots_file is None else items
     if not rest:
         raise RequestError(f"shots is {shots}, which leaves no question to ask; give --shots-file")

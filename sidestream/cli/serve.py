@@ -124,7 +124,7 @@ def serve(
     check(engine, ModelConfig.from_hf(folder))  # refuses what it can before the port is taken and an engine started
     settings = ServerSettings(
         folder=folder,
-        model_name=served_model_name or folder.resolve().name,
+        model_name=folder.resolve().name if served_model_name is None else served_model_name,
         engine=engine,
         host=host,
         port=port,

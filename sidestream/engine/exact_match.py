@@ -109,7 +109,7 @@ def examples_for(question: str, source: Sequence[Item], count: int) -> list[Item
     found = list(itertools.islice((item for item in source if _same(item.question) != asked), count))
     if len(found) < count:
         raise RequestError(
-            f"shots is {count}, and there are {len(found)} examples that are not the question {question[:60]!r} itself"
+            f"shots is {count}, the limit is {len(found)}, the examples beside the question {question[:60]!r}"
         )
     return found
 

@@ -33,19 +33,20 @@ class Exchange:
         self._name: str | None = None
         self._batch: Sequence[ProcessedPrompt] = ()
         self._cached: dict[int, int] = {}
+        self._score_only = False
         self._generated = 0
         self._first: float | None = None
         self._reasons: Counter[str] = Counter()
 
-    def runs(self, name: str, batch: Sequence[ProcessedPrompt]) -> None:
-        """The engine is asked for the answer, whose id is ``name``."""
-        self._name, self._batch = name, batch
+    def runs(self, name: str, batch: Sequence[ProcessedPrompt], *, score_only: bool) -> None:
+        """The engine is asked for the answer, whose id is ``name``; of ``score_only`` no token is counted."""
+        self._name, self._batch, self._score_only = name, batch, score_only
 
     def token(self, delta: Delta) -> None:
         """A token came out."""
         if self._first is None:
             self._first = time.monotonic()
-        self._generated += 1
+        self._generated += not self._score_only
         self._cached[delta.prompt_index] = delta.output.cached_tokens
         if delta.finish_reason is not None:
             self._reasons[str(delta.finish_reason)] += 1
@@ -72,9 +73,10 @@ class Exchange:
         return " ".join(words)
 
     def _finish(self) -> str:
-        """The reason of all completions, or how many had which; what did not end by itself was aborted."""
+        """The reason of all completions, or how many had which; what did not end by itself was refused or aborted."""
         open_ones = sum(len(prompt.requests) for prompt in self._batch) - self._reasons.total()
-        reasons = self._reasons + Counter({str(FinishReason.ABORT): open_ones})
+        left = "refused" if self.status == 400 else str(FinishReason.ABORT)
+        reasons = self._reasons + Counter({left: open_ones})
         if len(reasons) == 1:
             return next(iter(reasons))
         return ",".join(f"{reason}:{count}" for reason, count in sorted(reasons.items()))

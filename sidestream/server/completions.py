@@ -109,7 +109,7 @@ class _Answer:
 
     async def whole(self) -> dict[str, Any]:
         outputs: dict[int, RequestOutput] = {}
-        async with aclosing(self._service.run(self._head["id"], self._batch)) as arrivals:
+        async with aclosing(self._service.run(self._head["id"], self._batch, score_only=self._score_only)) as arrivals:
             async for deltas in arrivals:
                 outputs |= {delta.prompt_index: delta.output for delta in deltas}
         parts = [
@@ -125,7 +125,7 @@ class _Answer:
         options, generated = self._body.stream_options, 0
         every = options is not None and bool(options.continuous_usage_stats)
         outputs: dict[int, RequestOutput] = {}
-        async with aclosing(self._service.run(self._head["id"], self._batch)) as arrivals:
+        async with aclosing(self._service.run(self._head["id"], self._batch, score_only=self._score_only)) as arrivals:
             async for deltas in arrivals:
                 chunks = []
                 for delta in deltas:

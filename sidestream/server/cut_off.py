@@ -19,7 +19,7 @@ class CutOff:
     an error event and no ``[DONE]`` in a stream. It stands outside of everything that answers.
 
     Args:
-        on_error: told status, path and message of every answer that is an error, these among them.
+        on_error: told status, path and ``_reason`` of every answer that is an error, these among them.
     """
 
     def __init__(self, app: ASGIApp, *, on_error: Callable[[int, str, str], None]) -> None:
@@ -40,7 +40,9 @@ class CutOff:
             else:
                 if started is not None and started["status"] >= 400 and started["status"] != CLIENT_GONE and not told:
                     told = True
-                    self._on_error(started["status"], scope["path"], _message(message.get("body", b"")))
+                    self._on_error(
+                        started["status"], scope["path"], _reason(started["status"], message.get("body", b""))
+                    )
                 ended = not message.get("more_body", False)
             await send(message)
 
@@ -62,10 +64,13 @@ class CutOff:
                 raise
 
 
-def _message(body: bytes) -> str:
-    """What an error's body says."""
+def _reason(status: int, body: bytes) -> str:
+    """For a log: an error's message; of a 400, which repeats what the client sent, the code and the field instead."""
     try:
-        return str(msgspec.json.decode(body)["error"]["message"])
+        error = msgspec.json.decode(body)["error"]
+        if status != 400:
+            return str(error["message"])
+        return str(error["code"] or error["type"]) + (f" of {error['param']}" if error["param"] else "")
     except (msgspec.DecodeError, KeyError, TypeError):
         return ""
 

@@ -103,12 +103,14 @@ class RequestClock:
 
     Args:
         prompt: whose completion number ``index`` this is.
+        score_only: what is generated is not counted.
     """
 
-    def __init__(self, metrics: Metrics, prompt: ProcessedPrompt, index: int) -> None:
+    def __init__(self, metrics: Metrics, prompt: ProcessedPrompt, index: int, *, score_only: bool = False) -> None:
         self._metrics = metrics
         self._prompt = prompt
         self._index = index
+        self._score_only = score_only
         self._arrived = self._began = self._first = self._last = time.monotonic()
         self._tokens = 0
 
@@ -121,7 +123,8 @@ class RequestClock:
             metrics.inter_token.observe(now - self._last)
         self._last = now
         self._tokens += 1
-        metrics.generation_tokens.inc()
+        if not self._score_only:
+            metrics.generation_tokens.inc()
         if delta.finish_reason is not None:
             metrics.decode.observe(now - self._first)
             metrics.inference.observe(now - self._began)
@@ -148,9 +151,9 @@ class RequestClock:
     def _end(self, reason: FinishReason) -> None:
         metrics, params = self._metrics, self._prompt.params
         metrics.whole.observe(time.monotonic() - self._arrived)
-        metrics.output_length.observe(self._tokens)
+        metrics.output_length.observe(0 if self._score_only else self._tokens)
         if params.max_tokens is not None:
-            metrics.asked_length.observe(params.max_tokens)
+            metrics.asked_length.observe(0 if self._score_only else params.max_tokens)
         if self._index == 0:
             metrics.asked_number.observe(params.n)
         metrics.finished(reason)

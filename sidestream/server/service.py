@@ -49,7 +49,7 @@ class Service:
     Attributes:
         phase: how far the start is, before the engine is there.
         failure: why the server must end; None while all is well.
-        on_refused: told status, path and message of what is answered with an error once the engine was ready.
+        on_refused: told status, path and reason of what is answered with an error once the engine was ready.
         on_answered: told the access log's lines.
     """
 
@@ -71,11 +71,11 @@ class Service:
         self._tokens = TokenText(engine.tokenizer)
         self._engine = engine
 
-    def refused(self, status: int, path: str, message: str) -> None:
+    def refused(self, status: int, path: str, reason: str) -> None:
         """A request was answered with an error; probes of a start are counted alone."""
         self.metrics.refused(status)
         if self._engine is not None and self.on_refused is not None:
-            self.on_refused(status, path, message)
+            self.on_refused(status, path, reason)
 
     def answered(self, line: str) -> None:
         """A request is over, says the access log."""
@@ -134,13 +134,19 @@ class Service:
                 f"(max_sequences)"
             )
 
-    async def run(self, name: str, batch: Sequence[ProcessedPrompt]) -> AsyncGenerator[list[Delta], None]:
-        """Run the prompts of the answer with this id, observed; closing it aborts them."""
+    async def run(
+        self, name: str, batch: Sequence[ProcessedPrompt], *, score_only: bool = False
+    ) -> AsyncGenerator[list[Delta], None]:
+        """Run the prompts of the answer with this id, observed; closing it aborts them.
+
+        Args:
+            score_only: what is generated goes to nobody, and is not counted.
+        """
         exchange = current_exchange()
         if exchange is not None:
-            exchange.runs(name, batch)
+            exchange.runs(name, batch, score_only=score_only)
         clocks = {
-            (index, completion): RequestClock(self.metrics, prompt, completion)
+            (index, completion): RequestClock(self.metrics, prompt, completion, score_only=score_only)
             for index, prompt in enumerate(batch)
             for completion in range(len(prompt.requests))
         }

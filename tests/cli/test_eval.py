@@ -124,7 +124,7 @@ def test_a_question_that_its_examples_hold_gets_another(server: Answering, tmp_p
     before = [[who for who in PEOPLE if f"Answer: {who}." in prompt] for prompt in server.prompts()]
     assert before == [["Bob", "Cid"], ["Ann", "Bob"]]
     assert "not asked" not in result.stderr
-    with pytest.raises(RequestError, match="shots is 3, and there are 2 examples that are not the question 'Ann has"):
+    with pytest.raises(RequestError, match="shots is 3, the limit is 2, the examples beside the question 'Ann has"):
         run(server, file, "--shots", "3", "--shots-file", str(examples))
     with pytest.raises(RequestError, match="leaves no question to ask; give --shots-file"):
         run(server, file, "--shots", "2")

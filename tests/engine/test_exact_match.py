@@ -67,7 +67,7 @@ def test_a_question_is_never_its_own_example() -> None:
     assert [item.question for item in examples_for("b b?", items, 2)] == ["a?", "c?"]
     assert [item.question for item in examples_for("d?", items, 3)] == ["a?", "B  b?", "c?"]
     assert examples_for("a?", items, 0) == []
-    with pytest.raises(RequestError, match="shots is 3, and there are 2 examples that are not the question 'b B"):
+    with pytest.raises(RequestError, match="shots is 3, the limit is 2, the examples beside the question 'b B"):
         examples_for("b B?", items, 3)
 
 

@@ -12,7 +12,7 @@ import pytest
 from sidestream.core.request import FinishReason
 from sidestream.engine.async_engine import Delta
 from sidestream.engine.input_processor import ProcessedPrompt
-from sidestream.errors import EngineDeadError
+from sidestream.errors import EngineDeadError, RequestError
 from tests.server.in_process import StandIn, call, make
 from tests.server.live_server import live_server
 
@@ -83,6 +83,31 @@ def test_what_the_engine_leaves_unfinished_was_aborted(stream: bool) -> None:
     assert f" /v1/completions {200 if stream else 503} cmpl-" in line
     assert " output=1 " in line
     assert line.endswith(" finish=abort")
+
+
+def test_what_is_scored_generates_nothing() -> None:
+    app, engine, lines = logged()
+    answering(engine, FinishReason.LENGTH)
+    asked = {"prompt": PROMPT, "max_tokens": 0, "echo": True}
+    assert call(app, "POST", "/v1/completions", json=asked).json()["usage"]["completion_tokens"] == 0
+    (line,) = lines
+    assert " output=0 " in line
+    metrics = call(app, "GET", "/metrics").text
+    for name in ("generation_tokens_total", "request_generation_tokens_sum", "request_params_max_tokens_sum"):
+        assert re.search(rf"^vllm:{name}{{.*}} 0.0$", metrics, re.MULTILINE), name
+
+
+def test_what_the_engine_refuses_was_not_aborted() -> None:
+    app, engine, lines = logged()
+
+    async def refuses(batch: Sequence[ProcessedPrompt]) -> AsyncGenerator[list[Delta], None]:
+        raise RequestError(f"structured_outputs.regex cannot be compiled: {SECRET}")
+        yield []
+
+    engine.script = refuses
+    assert call(app, "POST", "/v1/completions", json={"prompt": PROMPT}).status_code == 400
+    assert lines[0].endswith(" finish=refused")
+    assert SECRET not in lines[0]
 
 
 def test_what_has_no_completion_has_no_tokens() -> None:

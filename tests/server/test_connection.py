@@ -92,6 +92,22 @@ def test_a_head_without_end_is_refused_and_its_sender_hung_up_on(stand_in: tuple
             assert client.recv(1) == b""
 
 
+@pytest.mark.parametrize("request_head", [head(66_000), head(300_000), b"GET /" + b"a" * 66_000 + b" HTTP/1.1\r\n\r\n"])
+def test_a_large_head_is_refused_whole_too(stand_in: tuple[str, StandIn], request_head: bytes) -> None:
+    with connect(stand_in[0]) as client:
+        client.sendall(request_head)
+        status, _, body = read_answer(client)
+        assert (status, json.loads(body)["error"]["code"]) == (431, "headers_too_large")
+
+
+@pytest.mark.parametrize("said", [b"GARBAGE\r\n\r\n", b"BREW /health HTTP/1.1\r\n\r\n"])
+def test_what_is_no_http_is_refused_in_the_form_of_all_errors(stand_in: tuple[str, StandIn], said: bytes) -> None:
+    with connect(stand_in[0]) as client:
+        client.sendall(said)
+        status, _, body = read_answer(client)
+        assert (status, json.loads(body)["error"]["code"]) == (400, "invalid_http")
+
+
 def test_a_large_body_is_no_head(stand_in: tuple[str, StandIn]) -> None:
     body = json.dumps({"prompt": "a" * 300_000}).encode()
     answer = httpx.post(stand_in[0] + "/tokenize", content=body, headers={"content-type": "application/json"})
