@@ -65,12 +65,18 @@ class EngineProcess:
         self._core = core
         self._masks = masks
         self._warm_up_kernels = len(built.compiled_after_ready())
-        self._forms = FormCompiler(masks.prepare)
+        self._forms = FormCompiler(masks.prepare, known=masks.known)
         self._reported = 0.0
         self._hits_read = 0.0
 
     def run(self) -> None:
         """Serve until ``Shutdown`` or until the parent is gone."""
+        try:
+            self._serve()
+        finally:
+            self._forms.close()  # or trials would begin again as their process ends, and hold up the end of this one
+
+    def _serve(self) -> None:
         while True:
             for command in self._channel.commands(patience_ms=self._patience()):
                 if isinstance(command, Shutdown):

@@ -48,6 +48,7 @@ class FormCompiler:
     Args:
         prepare: the slow work for a form, called on several threads; what it raises goes with the requests, but for
             ``TooSlowError`` of an attempt whose seconds are limited.
+        known: whether a form has passed its trial before: it waits for no trial of others then.
         threads: for quick forms, and as many for slow ones.
     """
 
@@ -55,18 +56,25 @@ class FormCompiler:
         self,
         prepare: Callable[[StructuredOutputs, Attempt], Any],
         *,
+        known: Callable[[StructuredOutputs], bool] = lambda form: False,
         threads: int = THREADS,
         quick: float = QUICK_SECONDS,
     ) -> None:
         self._prepare = prepare
+        self._is_known = known
         self._news = Condition()
         self._quick: deque[_Job] = deque()
         self._slow: deque[_Job] = deque()
+        self._known: deque[_Job] = deque()
         self._jobs: dict[StructuredOutputs, _Job] = {}
         self._wanted: dict[str, Request] = {}
         self._finished: list[Compiled] = []
-        for name, queue, seconds in (("quick", self._quick, quick), ("slow", self._slow, None)):
-            for i in range(threads):
+        for name, queue, seconds, count in (
+            ("quick", self._quick, quick, threads),
+            ("slow", self._slow, None, threads),
+            ("known", self._known, None, 1),
+        ):
+            for i in range(count):
                 Thread(target=self._work, args=(queue, seconds), name=f"forms-{name}-{i}", daemon=True).start()
 
     @property
@@ -81,7 +89,7 @@ class FormCompiler:
             self._wanted[request.request_id] = request
             if form not in self._jobs:
                 self._jobs[form] = _Job(form)
-                self._quick.append(self._jobs[form])
+                (self._known if self._is_known(form) else self._quick).append(self._jobs[form])
                 self._news.notify_all()
             self._jobs[form].requests[request.request_id] = request
 
@@ -96,11 +104,16 @@ class FormCompiler:
             job = self._jobs.get(form)
             if job is not None and job.requests.pop(request_id, None) is not None and not job.requests:
                 del self._jobs[form]
-                for queue in (self._quick, self._slow):
+                for queue in (self._quick, self._slow, self._known):
                     if job in queue:
                         queue.remove(job)
                 job.attempt.cancel()
         return True
+
+    def close(self) -> None:
+        """Let all go: nothing is begun any more, and trials end."""
+        for request_id in list(self._wanted):
+            self.cancel(request_id)
 
     def take(self) -> list[Compiled]:
         """Requests that are through."""

@@ -6,6 +6,7 @@ where that can be ended; what passes is compiled here, in about the time that it
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
@@ -159,14 +160,19 @@ class _Process:
 
     def __init__(self, info: str) -> None:
         self._control, theirs = socket.socketpair()
-        with theirs:
+        # Numbers below belong to the new process's standard streams; here they are free where those are closed.
+        number = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 3)
+        theirs.close()
+        try:
             self._process = subprocess.Popen(
-                [sys.executable, *PROGRAM, str(theirs.fileno())],
+                [sys.executable, *PROGRAM, str(number)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=os.environ | WITHOUT_DEVICES_AND_THREADS | {"PYTHONPATH": _import_path()},
-                pass_fds=[theirs.fileno()],
+                pass_fds=[number],
             )
+        finally:
+            os.close(number)
         self._sending = Lock()
         self.pid = self._process.pid
         self.end = weakref.finalize(self, _end, self._process, self._control)

@@ -45,6 +45,10 @@ class TokenMasks(Protocol):
         """
         ...
 
+    def known(self, form: StructuredOutputs) -> bool:
+        """``prepare`` needs no trial for it: it had one. Waits for nothing."""
+        ...
+
     def expect(self, request_id: str, prepared: Any) -> None:
         """Keep what was prepared for a request until it is added or dropped."""
         ...
@@ -77,6 +81,9 @@ class NoMasks:
 
     def prepare(self, form: StructuredOutputs, attempt: Attempt) -> Any:
         raise RequestError(f"{form.source} needs a tokenizer, and this checkpoint has none")
+
+    def known(self, form: StructuredOutputs) -> bool:
+        return False
 
     def expect(self, request_id: str, prepared: Any) -> None:
         return None
@@ -129,7 +136,7 @@ class GrammarMasks:
     def prepare(self, form: StructuredOutputs, attempt: Attempt) -> Any:
         with self._opening:
             self._open(form)
-            digest = sha256(repr(form).encode(errors="surrogatepass")).digest()
+            digest = _digest(form)
             passed = digest in self._passed
         if not passed:
             assert self._trials is not None, "made with the compiler"
@@ -143,6 +150,9 @@ class GrammarMasks:
             return compile_form(self._compiler, form)
         except COMPILE_ERRORS as error:
             raise RequestError(f"{form.source} cannot be compiled: {why_refused(error, form)}") from None
+
+    def known(self, form: StructuredOutputs) -> bool:
+        return _digest(form) in self._passed
 
     def expect(self, request_id: str, prepared: Any) -> None:
         self._expected[request_id] = prepared
@@ -237,3 +247,7 @@ def masks_for(
     return GrammarMasks(
         tokenizer, vocab_size=vocab_size, eos_token_ids=eos_token_ids, max_form_seconds=max_form_seconds
     )
+
+
+def _digest(form: StructuredOutputs) -> bytes:
+    return sha256(repr(form).encode(errors="surrogatepass")).digest()

@@ -153,6 +153,32 @@ def test_an_id_that_is_used_again_gets_its_own_form() -> None:
     assert len(work.attempts) == 2
 
 
+def test_a_known_form_waits_for_no_trial_of_others() -> None:
+    slow = [f"slow {i}" for i in range(3)]
+    work = Gated(*slow, "known")
+    forms = FormCompiler(work.prepare, threads=1, known=lambda form: form.regex == "known")
+    for name in (*slow, "known"):
+        forms.submit(request(name))
+    work.gates["known"].set()
+    assert said(forms) == [("known", "grammar of known")]
+    assert work.attempts[-1] == ("known", None)
+    for gate in work.gates.values():
+        gate.set()
+
+
+def test_nothing_is_begun_behind_the_end() -> None:
+    work = Gated("running", "queued")
+    forms = FormCompiler(work.prepare, threads=1)
+    for name in work.gates:
+        forms.submit(request(name))
+    assert work.begun["running"].wait(PATIENCE)
+    forms.close()
+    for gate in work.gates.values():
+        gate.set()
+    assert not forms.busy
+    assert not work.begun["queued"].wait(0.2)
+
+
 def test_an_exit_does_not_wait() -> None:
     code = (
         "import threading\n"

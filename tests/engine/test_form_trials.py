@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -282,3 +283,24 @@ def test_processes_end_with_the_engine(end: str) -> None:
         assert len(pids) == 2
         assert engine.wait(PATIENCE) == (-signal.SIGKILL if end else 0)
     until(lambda: all(is_gone(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in pids))
+
+
+@pytest.mark.parametrize("closed", [(0, 1), (0, 1, 2)])
+def test_a_program_without_standard_streams_can_try_forms(closed: tuple[int, ...], tmp_path: Path) -> None:
+    """Sockets get the numbers of its closed streams, which the new process has uses of its own for."""
+    code = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from sidestream.core.structured_outputs import StructuredOutputs\n"
+        "from sidestream.engine.form_trials import Attempt\n"
+        "from tests.engine.test_form_trials import make_masks\n"
+        f"for number in {closed}: os.close(number)\n"
+        "try:\n"
+        "    make_masks(3600.0).prepare(StructuredOutputs(regex='a'), Attempt())\n"
+        "    said = 'compiled'\n"
+        "except Exception as error:\n"
+        "    said = repr(error)\n"
+        "Path(sys.argv[1]).write_text(said)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "said")], check=True)
+    assert (tmp_path / "said").read_text() == "compiled"
