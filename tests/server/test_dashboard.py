@@ -133,7 +133,8 @@ def test_every_chart_says_how_long_ago_it_was(page: Page) -> None:
         for chart in charts.all():
             labels = chart.locator("text.age")
             expect(labels).to_have_text(["2 min ago", "90 s ago", "1 min ago", "30 s ago", "now"])
-            page.wait_for_function("width => innerWidth === width", arg=width)
+            drawing = chart.element_handle()
+            page.wait_for_function("svg => svg.viewBox.baseVal.width === svg.clientWidth", arg=drawing)  # drawn anew
             places = chart.evaluate(  # at once, since the chart is drawn anew each second
                 "svg => [svg, ...svg.querySelectorAll('text.age')].map(part => part.getBoundingClientRect())"
                 ".map(place => [place.left, place.right])"
