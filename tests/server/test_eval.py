@@ -77,7 +77,7 @@ def test_examples_and_chats_are_asked_as_such(server: LiveServer, tmp_path: Path
 def test_what_cannot_be_asked_is_said(server: LiveServer, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="leaves no question"):
         run(tmp_path, "--shots", "100")
-    with pytest.raises(RequestError, match="there are 100 examples"):
+    with pytest.raises(RequestError, match="the limit is 100, the examples in "):
         run(tmp_path, "--shots", "101")
     with pytest.raises(SidestreamError, match=r"answered 400.*max_model_len"):
         run(

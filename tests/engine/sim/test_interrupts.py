@@ -91,7 +91,7 @@ def test_a_token_is_put_out_once(
     asked = [request("a", 3, max_tokens=4, logprobs=1), request("b", 6, max_tokens=3)]
     expected = run(core_of(folder, "cpu"), asked)
     core = core_of(folder, device)
-    raise_at(monkeypatch, Unfinished, "record", at, after=after)
+    raise_at(monkeypatch, Unfinished, "tell", at, after=after)
     assert interrupted(core, asked) == expected
 
 
