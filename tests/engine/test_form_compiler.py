@@ -161,7 +161,7 @@ def test_a_known_form_waits_for_no_trial_of_others() -> None:
         forms.submit(request(name))
     work.gates["known"].set()
     assert said(forms) == [("known", "grammar of known")]
-    assert work.attempts[-1] == ("known", None)
+    assert [one for one in work.attempts if one[0] == "known"] == [("known", None)]
     for gate in work.gates.values():
         gate.set()
 
