@@ -25,7 +25,7 @@ from sidestream.config.engine import EngineConfig
 from sidestream.config.model import ModelConfig
 from sidestream.config.resolved import resolve
 from sidestream.engine import compilations
-from sidestream.engine.bench.latency import Decoding
+from sidestream.engine.bench.latency import Decoding, prefill_times
 from sidestream.engine.bench.run import LatencySettings, measure, open_engine
 from sidestream.engine.build import BuiltEngine
 from sidestream.errors import SidestreamError
@@ -147,6 +147,8 @@ def main() -> int:
     print(f"{len(built.compiled_after_ready())} kernels compiled after ready")
     for batch, context in settings.cases if args.profile else ():
         profile(built, batch, context, args.profile.with_suffix(f".{batch}x{context}.txt"))
+    for tokens in settings.prefills if args.profile else ():
+        profile_prefill(built, tokens, args.profile.with_suffix(f".prefill{tokens}.txt"))
     return int(bool(results["failed"]))
 
 
@@ -177,7 +179,19 @@ def profile(built: BuiltEngine, batch: int, context: int, path: Path) -> None:
             decoding.core.step()
         torch.cuda.synchronize()
     decoding.close()
-    path.write_text(recorded.key_averages().table(sort_by="cuda_time_total", row_limit=45, max_name_column_width=60))
+    path.write_text(table(recorded))
+
+
+def profile_prefill(built: BuiltEngine, tokens: int, path: Path) -> None:
+    """Kernels of three prompts, by time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        prefill_times(built, tokens, repeats=2)
+        torch.cuda.synchronize()
+    path.write_text(table(recorded))
+
+
+def table(recorded: torch.profiler.profile) -> str:
+    return recorded.key_averages().table(sort_by="cuda_time_total", row_limit=60, max_name_column_width=90)
 
 
 def mark(built: BuiltEngine, batch: int, context: int, steps: int) -> None:
