@@ -31,7 +31,9 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,8 @@ TAIL_LINES = 12
 PROGRAM_FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/nvidia/nsight-compute/*")
 """Where programs lie that are often not on the path."""
 CACHE = "TRITON_CACHE_DIR"
+_RUNNING: set[subprocess.Popen[bytes]] = set()
+"""First processes of the jobs that run."""
 
 
 class PlanError(ValueError):
@@ -194,6 +198,7 @@ def run_job(job: Job, out: Path, *, limit: float) -> Outcome:
             )
         except OSError as error:
             return Outcome(job.name, "failed", detail=str(error))
+        _RUNNING.add(process)
         try:
             code = process.wait(limit)
             state, detail = ("done", "") if code == 0 else ("failed", f"exit code {code}")
@@ -201,9 +206,21 @@ def run_job(job: Job, out: Path, *, limit: float) -> Outcome:
             state, detail = "ended", f"at its limit of {limit:.0f} s"
         finally:
             _end(process)
+            _RUNNING.discard(process)
     seconds = time.monotonic() - started
     missing = tuple(name for name in job.results if not (folder / name).is_file() or not (folder / name).stat().st_size)
     return Outcome(job.name, state, round(seconds, 1), detail, missing)
+
+
+@contextmanager
+def _ended_if_this_ends() -> Iterator[None]:
+    """No job outlives what waits for it."""
+    try:
+        yield
+    except BaseException:
+        for process in list(_RUNNING):
+            _end(process)
+        raise
 
 
 def _fill(part: str, named: dict[str, str]) -> str:
@@ -261,33 +278,46 @@ def tail(path: Path) -> str:
 
 
 def run_all(
-    jobs: Sequence[Job], out: Path, *, archive: Path, seconds: float | None, state: Path | None, largest: int
+    jobs: Sequence[Job],
+    out: Path,
+    *,
+    archive: Path,
+    seconds: float | None,
+    state: Path | None,
+    largest: int,
+    together: bool = False,
 ) -> list[Outcome]:
-    """Run the jobs; a line each, the end of the log of one that failed, and an archive of all so far."""
+    """Run the jobs; a line each as it ends, the end of the log of one that failed, and an archive of all so far.
+
+    Args:
+        together: all at once and not one behind the other; for jobs that time nothing.
+    """
     begun = time.monotonic()
     finished: set[str] = set(json.loads(state.read_text())) if state is not None and state.is_file() else set()
     outcomes: list[Outcome] = []
-    for job in jobs:
+
+    def run(job: Job) -> Outcome:
         left = float("inf") if seconds is None else seconds - (time.monotonic() - begun)
         if job.name in finished and not job.again:
-            outcome = Outcome(job.name, "done before")
-        elif left < job.estimate:
-            outcome = Outcome(
-                job.name, "no time", detail=f"{left:.0f} s are left, it is estimated at {job.estimate:g} s"
-            )
-        else:
-            outcome = run_job(job, out, limit=min(job.limit, left))
-        outcomes.append(outcome)
-        print(outcome.line(), flush=True)
-        if outcome.failed and (log := out / f"{job.name}.log").is_file():
-            print(tail(log), flush=True)
-        if outcome.state == "done" and not outcome.missing:
-            finished.add(job.name)
-            if state is not None:
-                state.write_text(json.dumps(sorted(finished)) + "\n")
-        (out / "summary.json").write_text(json.dumps([asdict(each) for each in outcomes], indent=1) + "\n")
-        if left_out := pack(out, archive, largest=largest):
-            print(f"    over {largest} bytes, so not in the archive: {', '.join(left_out)}", flush=True)
+            return Outcome(job.name, "done before")
+        if left < job.estimate:
+            return Outcome(job.name, "no time", detail=f"{left:.0f} s are left, it is estimated at {job.estimate:g} s")
+        return run_job(job, out, limit=min(job.limit, left))
+
+    with ThreadPoolExecutor(max(1, len(jobs))) as pool, _ended_if_this_ends():
+        side_by_side = [pool.submit(run, job) for job in jobs] if together else []
+        for outcome in (done.result() for done in as_completed(side_by_side)) if together else map(run, jobs):
+            outcomes.append(outcome)
+            print(outcome.line(), flush=True)
+            if outcome.failed and (log := out / f"{outcome.name}.log").is_file():
+                print(tail(log), flush=True)
+            if outcome.state == "done" and not outcome.missing:
+                finished.add(outcome.name)
+                if state is not None:
+                    state.write_text(json.dumps(sorted(finished)) + "\n")
+            (out / "summary.json").write_text(json.dumps([asdict(each) for each in outcomes], indent=1) + "\n")
+            if left_out := pack(out, archive, largest=largest):
+                print(f"    over {largest} bytes, so not in the archive: {', '.join(left_out)}", flush=True)
     return outcomes
 
 
@@ -302,6 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--state", type=Path, help="file of the jobs that succeeded, which are not run again")
     parser.add_argument("--cache", type=Path, help=f"Triton's cache on disk; as {CACHE} says if left out")
     parser.add_argument("--largest", type=int, default=4 << 20, help="bytes of a file that is packed")
+    parser.add_argument("--together", action="store_true", help="run all at once; for jobs that time nothing")
     parser.add_argument("--list", action="store_true", help="show the jobs and run none")
     args = parser.parse_args(arguments)
     try:
@@ -322,7 +353,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     archive = out.with_name(out.name + ".tar.gz") if args.archive is None else args.archive
-    outcomes = run_all(jobs, out, archive=archive, seconds=args.seconds, state=args.state, largest=args.largest)
+    outcomes = run_all(
+        jobs,
+        out,
+        archive=archive,
+        seconds=args.seconds,
+        state=args.state,
+        largest=args.largest,
+        together=args.together,
+    )
     print("\n" + "\n".join(outcome.line() for outcome in outcomes) + f"\n{archive}", flush=True)
     return int(any(outcome.failed for outcome in outcomes))
 

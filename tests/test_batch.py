@@ -182,11 +182,31 @@ def test_jobs_share_one_triton_cache_and_take_variables(tmp_path: Path, monkeypa
     assert (tmp_path / "out" / "a.log").read_text().endswith(f"{tmp_path / 'cache'} 1\n")
 
 
-def test_a_batch_that_is_told_to_end_ends_its_job(tmp_path: Path) -> None:
+WAITS = """
+import os, sys, time
+open(sys.argv[1] + "/here", "w").write("1")
+other = os.path.join(os.path.dirname(sys.argv[1]), "{other}", "here")
+until = time.monotonic() + 50
+while not os.path.exists(other):
+    assert time.monotonic() < until
+    time.sleep(0.01)
+"""
+
+
+def test_jobs_may_run_side_by_side(tmp_path: Path) -> None:
+    """Each waits for the other."""
+    jobs = [job(name, WAITS.replace("{other}", other)) for name, other in (("a", "b"), ("b", "a"))]
+    code, found = run(tmp_path, *jobs, more=("--together",))
+    assert code == 0
+    assert {name: entry["state"] for name, entry in found.items()} == {"a": "done", "b": "done"}
+
+
+@pytest.mark.parametrize("more", [(), ("--together",)])
+def test_a_batch_that_is_told_to_end_ends_its_job(tmp_path: Path, more: tuple[str, ...]) -> None:
     sleeps = "import os, sys, time; open(sys.argv[1] + '/pid', 'w').write(str(os.getpid())); time.sleep(99)"
     path = plan(tmp_path, job("sleeps", sleeps))
     root = Path(batch.__file__).parents[1]
-    command = [sys.executable, str(batch.__file__), str(path), "--out", str(tmp_path / "out")]
+    command = [sys.executable, str(batch.__file__), str(path), "--out", str(tmp_path / "out"), *more]
     process = subprocess.Popen(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)})
     written = tmp_path / "out" / "sleeps" / "pid"
     until = time.monotonic() + 60
