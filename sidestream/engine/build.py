@@ -16,7 +16,7 @@ from sidestream.cache.groups import CacheGroups, plan_cache_groups
 from sidestream.cache.hisparse import HiSparseRuntime
 from sidestream.cache.host_pool import require_room
 from sidestream.cache.hosted_rows import HOT_TABLES, HostedRows
-from sidestream.cache.pools import SNAPSHOTS, CachePools
+from sidestream.cache.pools import CachePools
 from sidestream.config.engine import EngineConfig
 from sidestream.config.model import AttentionKind, IndexerKind, ModelConfig
 from sidestream.config.resolved import ResolvedConfig, resolve, resolve_cudagraph_mode
@@ -25,12 +25,12 @@ from sidestream.engine.backends import kernels_made_ready, memory_size, open_bac
 from sidestream.engine.compile_steps import compile_steps
 from sidestream.engine.device_memory import DeviceMemory
 from sidestream.engine.held_bytes import bytes_of
-from sidestream.engine.hosting import hosted_sizes, open_hisparse, require_working_room, shrunk_to_fit
+from sidestream.engine.hosting import open_hisparse
 from sidestream.engine.largest_steps import largest_steps
 from sidestream.engine.ledger import CONTEXT, WEIGHTS, Ledger, in_use
 from sidestream.engine.load import Zeros, construct, load_model, weight_bytes
 from sidestream.engine.memory_probe import foresee, make_ready
-from sidestream.engine.pool_sizes import count_snapshots, size_pools
+from sidestream.engine.pool_plan import plan_pools
 from sidestream.engine.runner import ModelRunner, StepGraphs
 from sidestream.engine.startup_clock import CONFIG, StartupClock
 from sidestream.graphs.dispatch import GraphDispatcher, StepPlan
@@ -121,44 +121,39 @@ def build_engine(
     source = open_weights(folder, model_config, load_format=config.load_format, seed=config.seed)
     memory = _device_memory(backend)
     foreseen = {} if memory is None else _foresee(config, groups, backend, memory, weights=weights, clock=timed)
-    fitting = shrunk_to_fit(config, groups, weights=weights, beside=foreseen)
-    hosted = hosted_sizes(fitting, groups)
-    if hosted is not None:
-        foreseen = {**foreseen, **hosted.bytes_by_kind(groups)}
-    num_snapshots = count_snapshots(config, groups, weights=weights, beside=sum(foreseen.values()))
-    if num_snapshots:
-        foreseen = {**foreseen, SNAPSHOTS: num_snapshots * groups.bytes_per_slot}
-    host_blocks = hosted.host_blocks if hosted is not None else 0
-    places, num_slots, max_model_len = size_pools(
-        fitting, groups, weights=weights, beside=foreseen, host_blocks=host_blocks
-    )
-    num_blocks = places + host_blocks
-    if hosted is not None:
-        require_working_room(config, places, max_model_len=max_model_len)
+    plan = plan_pools(config, groups, weights=weights, beside=foreseen)
     timed.begin("weights", total=weights)
     model, report = load_model(source, config, device=backend.device, dtype=dtype, on_bytes=timed.advance)
     assert bytes_of(model) == weights, f"the weights take {bytes_of(model)} bytes, {weights} were foreseen"
     timed.begin("caches")
-    rows = None if hosted is None else HostedRows(groups, hosted, places, device=backend.device)
-    pools = CachePools(groups, num_blocks, num_slots, device=backend.device, num_snapshots=num_snapshots, hosted=rows)
+    rows = None if plan.hosted is None else HostedRows(groups, plan.hosted, plan.places, device=backend.device)
+    pools = CachePools(
+        groups,
+        plan.num_blocks,
+        plan.num_slots,
+        device=backend.device,
+        num_snapshots=plan.num_snapshots,
+        hosted=rows,
+    )
     runner = start_runner(
         model,
         config,
         pools,
         backend=backend,
-        max_model_len=max_model_len,
+        max_model_len=plan.max_model_len,
         weight_bytes=weights,
         capture=memory is None,
         clock=timed,
     )
-    predicted = {WEIGHTS: weights, **foreseen, **groups.bytes_by_kind(num_blocks, num_slots, kv_places=places)}
+    caches = groups.bytes_by_kind(plan.num_blocks, plan.num_slots, kv_places=plan.places)
+    predicted = {WEIGHTS: weights, **plan.beside, **caches}
     measured = {WEIGHTS: weights, **pools.bytes_by_kind()}
     if runner.hisparse is not None:
         measured[HOT_TABLES] = runner.hisparse.table_bytes
     if memory is not None:
         measured |= make_ready(
             runner,
-            largest_steps(config, longest=max_model_len),
+            largest_steps(config, longest=plan.max_model_len),
             memory,
             vocab_size=model_config.vocab_size,
             counted=sum(measured.values()),
@@ -175,10 +170,10 @@ def build_engine(
         pools=pools,
         load_report=report,
         ledger=Ledger.of(predicted, measured, budget=config.memory_budget, memory=memory),
-        num_blocks=num_blocks,
-        num_slots=num_slots,
-        num_snapshots=num_snapshots,
-        max_model_len=max_model_len,
+        num_blocks=plan.num_blocks,
+        num_slots=plan.num_slots,
+        num_snapshots=plan.num_snapshots,
+        max_model_len=plan.max_model_len,
         weight_bytes=weights,
         startup=timed.phases,
         memory=memory,
@@ -200,15 +195,12 @@ def _foresee(
     Raises:
         CapacityError: what is known already does not fit.
     """
-    size_pools(config, groups, weights=weights, beside={CONTEXT: memory.context})
+    # More will count in the end; snapshots that are not asked for give way to it.
+    known = replace(config, num_snapshots=config.num_snapshots or 0)
+    longest = plan_pools(known, groups, weights=weights, beside={CONTEXT: memory.context}).max_model_len
     clock.begin("memory probe")
     memory.lift()
     dtype = getattr(torch, config.dtype)
-    if config.num_blocks is not None:
-        blocks = config.num_blocks
-    else:
-        blocks = (config.memory_budget - weights) // max(groups.bytes_per_block, 1)
-    longest = min(config.max_model_len, blocks * config.block_size) if config.uses_blocks else config.max_model_len
 
     def trial() -> ModelRunner:
         model = construct(Zeros(), config, device=backend.device, dtype=dtype)

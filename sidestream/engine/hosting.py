@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import replace
-
 from sidestream.cache.groups import CacheGroups
 from sidestream.cache.hisparse import HiSparseRuntime
 from sidestream.cache.hosted_rows import HostedSizes
@@ -13,7 +9,6 @@ from sidestream.cache.placement import BlockPlacement
 from sidestream.cache.pools import CachePools
 from sidestream.config.model import IndexerKind
 from sidestream.config.resolved import ResolvedConfig
-from sidestream.engine.pool_sizes import count_snapshots, size_pools
 from sidestream.errors import CapacityError
 from sidestream.streams import Streams
 
@@ -65,38 +60,6 @@ def hosted_sizes(config: ResolvedConfig, groups: CacheGroups) -> HostedSizes | N
         max_blocks=longest,
         groups=sum(layer.indexer is IndexerKind.FULL for layer in config.model.layers),
     )
-
-
-def shrunk_to_fit(
-    config: ResolvedConfig, groups: CacheGroups, *, weights: int, beside: Mapping[str, int]
-) -> ResolvedConfig:
-    """With a host pool and a length that may shrink: the longest that fits beside hot slots, tables and staging places
-    of that length. Whatever else is the matter is left to be found where pools are sized.
-
-    Args:
-        beside: what counts against the budget beside weights and caches: name -> bytes.
-    """
-    if not (config.host_memory and config.shrink_max_model_len):
-        return config
-
-    def fits(blocks: int) -> bool:
-        length = min(blocks * config.block_size, config.max_model_len)
-        tried = replace(config, max_model_len=length, shrink_max_model_len=False)
-        try:
-            hosted = hosted_sizes(tried, groups)
-            assert hosted is not None
-            others = {**beside, **hosted.bytes_by_kind(groups)}
-            snapshots = count_snapshots(tried, groups, weights=weights, beside=sum(others.values()))
-            others["snapshots"] = snapshots * groups.bytes_per_slot
-            sized = size_pools(tried, groups, weights=weights, beside=others, host_blocks=hosted.host_blocks)
-            require_working_room(tried, sized[0], max_model_len=length)
-        except CapacityError:
-            return False
-        return True
-
-    longest = -(-config.max_model_len // config.block_size)
-    fitting = bisect_left(range(1, longest + 1), True, key=lambda blocks: not fits(blocks))
-    return replace(config, max_model_len=min(max(fitting, 1) * config.block_size, config.max_model_len))
 
 
 def require_working_room(config: ResolvedConfig, places: int, *, max_model_len: int) -> None:

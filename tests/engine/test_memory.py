@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from sidestream import LLM, CapacityError, ModelConfig
+from sidestream.cache.hosted_rows import HOT_ROWS
 from sidestream.cache.pools import CachePools
 from sidestream.config.engine import EngineConfig
-from sidestream.config.resolved import resolve
+from sidestream.config.resolved import ResolvedConfig, resolve
+from sidestream.core.batch import Chunk
 from sidestream.engine import build, memory_probe
 from sidestream.engine.build import BuiltEngine, build_engine, in_graph_mode
 from sidestream.engine.device_memory import Segments
@@ -21,6 +23,8 @@ from sidestream.engine.largest_steps import largest_steps
 from sidestream.engine.ledger import ACTIVATIONS, CONTEXT, GRAPHS, RESERVE, STATIC, WEIGHTS
 from sidestream.engine.runner import ModelRunner
 from sidestream.graphs.dispatch import StepPlan
+from tests.engine.hisparse.pressed import host_memory
+from tests.engine.hisparse.spilled_rows import settings_for
 from tests.engine.sim.harness import captured_sizes, make_model, open_sim, sim_config
 from tests.tiny_models import tiny_config
 
@@ -144,6 +148,35 @@ def test_caches_fill_what_the_rest_leaves(folder: Path, memory: FakeMemory) -> N
     assert 2 < built.num_blocks < 4 * 256 + 1
     assert built.ledger.bytes_of("reserve") == 0
     assert next(part for part in built.ledger.parts if part.name == RESERVE).predicted == memory_probe.RESERVE_BYTES
+
+
+@pytest.mark.parametrize("length", [801, None])
+def test_blocks_of_the_host_pool_count_from_the_first(
+    folder: Path, memory: FakeMemory, length: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device has 45 places of 16 tokens: what is known before anything is measured may not refuse a sequence that
+    fits with host blocks, and what is measured then are steps of that length."""
+    lengths: list[int] = []
+    steps = largest_steps
+
+    def noted(config: ResolvedConfig, *, longest: int) -> tuple[tuple[Chunk, ...], ...]:
+        lengths.append(longest)
+        return steps(config, longest=longest)
+
+    monkeypatch.setattr(build, "largest_steps", noted)
+    settings = settings_for(700, 16, chunk=256) | {"max_model_len": length, "max_num_seqs": 2}
+    built = on_sim(folder, **settings, hisparse_host_memory=host_memory(folder, 60))
+    assert built.max_model_len == (length or (45 + 60 * 8 // 16) * 16)
+    assert lengths == [built.max_model_len] * 2
+    hot = next(part for part in built.ledger.parts if part.name == HOT_ROWS)
+    assert hot.predicted == hot.measured > 0
+
+
+def test_working_room_is_asked_for_before_anything_is_measured(folder: Path, memory: FakeMemory) -> None:
+    settings = settings_for(700, 16, chunk=256) | {"num_blocks": 16}
+    with pytest.raises(CapacityError, match="16 KV blocks on the device are less than the 18 that one step may write"):
+        on_sim(folder, **settings, hisparse_host_memory=host_memory(folder, 120))
+    assert memory.log == []
 
 
 @pytest.mark.parametrize(
