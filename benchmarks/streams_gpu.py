@@ -301,7 +301,8 @@ def decode(built: BuiltEngine, batches: Sequence[int], context: int) -> list[dic
     return rows
 
 
-def _decode_row(engine: BuiltEngine, mode: str, batch: int, context: int) -> dict[str, Any]:
+def decode_step(engine: BuiltEngine, batch: int, context: int) -> Callable[[], None]:
+    """A step of ``batch`` sequences that decode, logits included; launched, not waited for."""
     per = -(-(context + 1) // engine.config.block_size)
     blocks = [tuple(range(1 + i * per, 1 + (i + 1) * per)) for i in range(batch)]
     chunks = [Chunk(str(i), context, 1, own, i + 1, True, True) for i, own in enumerate(blocks)]
@@ -310,6 +311,11 @@ def _decode_row(engine: BuiltEngine, mode: str, batch: int, context: int) -> dic
         with engine.runner.on_device():
             engine.runner.logits(engine.runner.forward(chunks, [7] * batch), range(batch))
 
+    return step
+
+
+def _decode_row(engine: BuiltEngine, mode: str, batch: int, context: int) -> dict[str, Any]:
+    step = decode_step(engine, batch, context)
     for _ in range(STEPS):
         step()
     alone, hosts = [], []
