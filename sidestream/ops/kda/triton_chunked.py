@@ -83,7 +83,11 @@ def _tables(
     after = slot * versions + (start + length) % versions
     own = np.bincount(owner, weights=counts).astype(np.int64)
     sequences = np.stack([np.cumsum(own) - own, own, before, after], axis=1)
-    return torch.from_numpy(chunks).to(device), torch.from_numpy(sequences).to(device)
+    # Sequences first: so both begin at 16 bytes. Kept states go to other slots each time, so no step may wait for this.
+    packed = torch.empty(sequences.size + chunks.size, dtype=torch.int64, pin_memory=device.type == "cuda")
+    np.concatenate((sequences.reshape(-1), chunks.reshape(-1)), out=packed.numpy())
+    placed = packed.to(device, non_blocking=True)
+    return placed[sequences.size :].view(-1, 3), placed[: sequences.size].view(-1, 4)
 
 
 def chunked(

@@ -11,6 +11,7 @@ from sidestream.core.sampling_params import SamplingParams
 from sidestream.engine.build import BuiltEngine, in_graph_mode
 from sidestream.engine.core import EngineCore
 from tests.gpu.engine.machine import Tokens, bundled, prompts
+from tests.gpu.host_waits import host_waits_raise
 
 pytestmark = pytest.mark.gpu
 
@@ -62,3 +63,21 @@ def test_every_mode_has_the_bits_of_eager_steps_and_the_tokens_of_no_cache() -> 
                 assert abs(logprob - known) < MARGIN
                 break
             assert abs(logprob - known) < MARGIN
+
+
+def test_launching_prompts_that_leave_states_makes_the_host_wait_for_nothing() -> None:
+    """A wait within a prompt's step leaves the device idle until the host has caught up again."""
+    core = EngineCore(bundled("none"))
+    params = SamplingParams(temperature=0.0)
+    for prompt in prompts(3, 500, seed=4, vocab=1536)[1:]:  # the first compiles, and makes constants
+        core.add(Request(str(len(prompt)), prompt, params, 0, 1, frozenset(), ()))
+        with core._runner.on_device():
+            step = core.scheduler.schedule()
+            assert step is not None
+            assert step.chunks[0].splits
+            if len(prompt) == 500:
+                with host_waits_raise():
+                    launched = core._launch(step)
+            else:
+                launched = core._launch(step)
+            core._finish(launched)

@@ -7,9 +7,6 @@ not, entries whose scores differ by rounding may change places.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -33,6 +30,7 @@ from sidestream.ops.indexer import (
 from sidestream.ops.indexer import keys as torch_keys
 from sidestream.ops.norm import torch_impl as torch_norm
 from sidestream.ops.topk.triton_select import PhysicalRows, select_plan
+from tests.gpu.host_waits import host_waits_raise
 from tests.tolerances import BF16_OUTPUT, FP32_ROUNDING, SCORE_TIE
 
 pytestmark = pytest.mark.gpu
@@ -196,18 +194,6 @@ def test_a_pool_beyond_two_to_the_31() -> None:
     k = torch.randn(3, DIM, device="cuda").bfloat16()
     write_keys(step.keys.view(-1, DIM), entries, k)
     assert torch.equal(step.keys.view(-1, DIM)[entries], k)
-
-
-@contextmanager
-def host_waits_raise() -> Iterator[None]:
-    """What makes the host wait for the device raises in here. torch warns that this mode does not notice everything."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 SPANS = {

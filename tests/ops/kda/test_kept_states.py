@@ -188,6 +188,13 @@ def test_places_outside_a_chunk_or_out_of_order_are_refused(positions: list[int]
         runs_of(4, 10, [Split(position, 9) for position in positions])
 
 
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_tables_begin_at_16_bytes_however_many_chunks_there_are(chunks: int) -> None:
+    """Else a kernel would be compiled anew for one that does not."""
+    for table in triton_chunked._tables((1,), (0,), (64 * chunks,), ((),), 1, torch.device(DEVICE)):
+        assert table.data_ptr() % 16 == 0
+
+
 def test_there_is_an_entry_for_each_sequence_or_none() -> None:
     assert by_sequence((), 2) == ((), ())
     with pytest.raises(AssertionError, match="3 sequences are kept, there are 2"):
