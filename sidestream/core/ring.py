@@ -10,7 +10,7 @@ All index arithmetic of a step is done once here, on the host, and shared by eve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -80,14 +80,21 @@ class RingPlan:
                         copy_from.append(slot * self.length + place)
                         copy_to.append(split.slot * self.length + place)
             first += length
-        return replace(
-            self,
-            keep_tokens=torch.cat((self.keep_tokens, torch.tensor(tokens, dtype=torch.int64))),
-            keep_rows=torch.cat((self.keep_rows, torch.tensor(rows, dtype=torch.int64))),
-            copy_from=torch.tensor(copy_from) if copy_from else None,
-            copy_to=torch.tensor(copy_to) if copy_to else None,
-            keeps_all=False,
+        return RingPlan(
+            self.window,
+            self.length,
+            self.carry_rows,
+            self.window_rows,
+            _joined(self.keep_tokens, tokens),
+            _joined(self.keep_rows, rows),
+            torch.tensor(copy_from) if copy_from else None,
+            torch.tensor(copy_to) if copy_to else None,
         )
+
+
+def _joined(kept: torch.Tensor, more: list[int]) -> torch.Tensor:
+    """By numpy, which is twice as fast with a few numbers."""
+    return torch.from_numpy(np.concatenate((kept.numpy(), np.array(more, dtype=np.int64))))
 
 
 def plan_ring(
@@ -113,27 +120,29 @@ def plan_ring(
     num_tokens = int(length.sum())
     if num_tokens == len(length) and bool((length == 1).all()):
         return _plan_single(start, slot, window=window, ring_length=ring_length, device=device)
-    offset = np.cumsum(length) - length
-    sequence = np.repeat(np.arange(len(length)), length)
-    position = np.arange(num_tokens) - np.repeat(offset - start, length)
+    offset, carried = np.cumsum(length) - length, window - 1
+    before = start[:, None] + np.arange(-carried, 0)
+    carry_rows = np.where(before >= 0, slot[:, None] * ring_length + before % max(ring_length, 1), 0)
 
-    back = np.arange(window - 1) - (window - 1)  # -(w-1) .. -1
-    carried = start[:, None] + back[None, :]
-    carry_rows = np.where(carried >= 0, slot[:, None] * ring_length + carried % max(ring_length, 1), 0)
+    # A token's window lies right in front of it, but for the first few tokens of each sequence.
+    window_rows = np.add.outer(np.arange(num_tokens), np.arange(1 - carried, 2))
+    sequence, first = np.nonzero(np.arange(carried) < length[:, None])
+    place = first[:, None] + np.arange(window)  # within what earlier steps left, as far as that goes
+    earlier = np.where(
+        start[sequence, None] + place >= carried, 1 + num_tokens + sequence[:, None] * carried + place, 0
+    )
+    token = offset[sequence] + first
+    window_rows[token] = np.where(place < carried, earlier, window_rows[token])
 
-    wanted = position[:, None] + (np.arange(window) - (window - 1))[None, :]
-    own = 1 + offset[sequence][:, None] + wanted - start[sequence][:, None]
-    earlier = 1 + num_tokens + sequence[:, None] * (window - 1) + wanted - start[sequence][:, None] + (window - 1)
-    window_rows = np.where(wanted < 0, 0, np.where(wanted >= start[sequence][:, None], own, earlier))
-
-    end = (start + length)[sequence]
-    kept = np.flatnonzero(position >= end - ring_length)
-    keep_rows = slot[sequence[kept]] * ring_length + position[kept] % max(ring_length, 1)
+    back = np.arange(-ring_length, 0)
+    owner, last = np.nonzero(back + length[:, None] >= 0)
+    kept = (offset + length)[owner] + back[last]
+    keep_rows = slot[owner] * ring_length + ((start + length)[owner] + back[last]) % max(ring_length, 1)
     return RingPlan(
         window=window,
         length=ring_length,
         carry_rows=torch.from_numpy(carry_rows.reshape(-1)).to(device),
-        window_rows=torch.from_numpy(np.ascontiguousarray(window_rows)).to(device),
+        window_rows=torch.from_numpy(window_rows).to(device),
         keep_tokens=torch.from_numpy(kept).to(device),
         keep_rows=torch.from_numpy(keep_rows).to(device),
         keeps_all=len(kept) == num_tokens,
