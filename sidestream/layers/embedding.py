@@ -7,7 +7,8 @@ import torch.nn.functional as F
 
 from sidestream.config.model import ModelConfig
 from sidestream.layers.loader import LayerLoader
-from sidestream.ops.linear import linear
+from sidestream.ops.embedding import embed
+from sidestream.ops.linear import logits
 
 
 class Embedding:
@@ -21,11 +22,17 @@ class Embedding:
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids [T] int64 -> [T, hidden]."""
         if self.group.size == 1:
-            return F.embedding(token_ids, self.weight)
+            return embed(token_ids, self.weight, copies=1).squeeze(1)
         local = token_ids - self.group.rank * self.rows
         mine = (local >= 0) & (local < self.rows)
         embedded = F.embedding(local.clamp(0, self.rows - 1), self.weight)
         return self.group.all_reduce(embedded.masked_fill(~mine[:, None], 0.0))
+
+    def streams(self, token_ids: torch.Tensor, count: int) -> torch.Tensor:
+        """token_ids [T] int64 -> [T, count, hidden], contiguous: each embedding ``count`` times."""
+        if self.group.size == 1:
+            return embed(token_ids, self.weight, copies=count)
+        return self(token_ids).unsqueeze(1).expand(-1, count, -1).contiguous()
 
 
 class Head:
@@ -41,4 +48,4 @@ class Head:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, hidden] -> logits [S, vocab] fp32."""
-        return self.group.all_gather(linear(hidden, self.weight, None).float())
+        return self.group.all_gather(logits(hidden, self.weight))

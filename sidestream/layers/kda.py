@@ -69,6 +69,10 @@ class KimiDeltaAttention:
         mixed = across_break(f"KDA of layer {self.layer}", "KDA", self._attend, projected, out=(x.shape[0], width))
         return self.out(mixed)
 
+    def fetch_ahead(self, rows: int) -> None:
+        """Ask for the weight that is multiplied first."""
+        self.inputs.weight.fetch_ahead(rows)
+
     def _attend(self, projected: torch.Tensor) -> torch.Tensor:
         """[Tp, ..] projections -> [Tp, H * V], zeros behind the rows of the step."""
         context = get_forward_context()

@@ -15,6 +15,7 @@ from sidestream.layers.indexer import Indexer
 from sidestream.layers.linear import MergedLinear, Projection, RowLinear
 from sidestream.layers.loader import LayerLoader
 from sidestream.layers.rope import Rotation
+from sidestream.ops.linear import by_head
 from sidestream.ops.norm import rms_norm
 from sidestream.ops.rope import apply_rope
 
@@ -63,6 +64,7 @@ class LatentAttention:
         context = get_forward_context()
         rows, mla = context.inputs.segment_rows, self.mla
         query, compressed, *indexer_parts = self.hidden_inputs(x)
+        self.out.weight.fetch_ahead(rows)
         if self.resid_inputs is not None:
             q_resid = rms_norm(query, self.q_norm, mla.lora_norm_eps)
             query, *index_query = self.resid_inputs(q_resid)
@@ -73,7 +75,7 @@ class LatentAttention:
         latent = compressed[:, : mla.kv_lora_rank] if mla.qk_rope_head_dim else compressed
         latent = rms_norm(latent, self.kv_norm, mla.lora_norm_eps)
         nope = query[..., : mla.qk_nope_head_dim] if mla.qk_rope_head_dim else query
-        absorbed = torch.bmm(nope.transpose(0, 1), self.w_uk).transpose(0, 1)
+        absorbed = by_head(nope, self.w_uk)
         rope_key = None
         if mla.qk_rope_head_dim:
             rope_query = query[..., mla.qk_nope_head_dim :]
@@ -91,8 +93,12 @@ class LatentAttention:
             rope_key,
             out=(rows, self.num_heads, mla.kv_lora_rank),
         )
-        values = torch.bmm(attended.transpose(0, 1), self.w_uv).transpose(0, 1).reshape(rows, -1)
+        values = by_head(attended, self.w_uv).reshape(rows, -1)
         return self.out(pad_rows(values, x.shape[0]))
+
+    def fetch_ahead(self, rows: int) -> None:
+        """Ask for the weight that is multiplied first."""
+        self.hidden_inputs.weight.fetch_ahead(rows)
 
     def _attend(self, query: torch.Tensor, latent: torch.Tensor, rope_key: torch.Tensor | None) -> torch.Tensor:
         """[S, H, r + p] queries -> [S, H, r]."""

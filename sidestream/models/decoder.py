@@ -14,9 +14,9 @@ from sidestream.layers.kda import KimiDeltaAttention
 from sidestream.layers.loader import LayerLoader
 from sidestream.layers.mla import LatentAttention
 from sidestream.layers.mlp import DenseMlp, MoeMlp
-from sidestream.layers.residual import ResidualState, Sublayer, settled
+from sidestream.layers.residual import PendingSum, ResidualState, Sublayer, settled
 from sidestream.layers.rope import Rope, Rotation
-from sidestream.ops.norm import rms_norm
+from sidestream.ops.norm import add_rms_norm, rms_norm
 
 
 class Residual(Protocol):
@@ -33,10 +33,13 @@ class DecoderLayer:
     def __init__(self, loader: LayerLoader, config: ModelConfig, layer: int, *, make_residual: MakeResidual) -> None:
         kind = config.layers[layer]
         attention = loader.at("self_attn")
-        self.kda = KimiDeltaAttention(attention, config, layer) if kind.attention is AttentionKind.KDA else None
-        self.mla = LatentAttention(attention, config, layer) if self.kda is None else None
+        self.mixer: KimiDeltaAttention | LatentAttention = (
+            KimiDeltaAttention(attention, config, layer)
+            if kind.attention is AttentionKind.KDA
+            else LatentAttention(attention, config, layer)
+        )
         mlp = loader.at("mlp")
-        self.mlp: Sublayer = (
+        self.mlp: MoeMlp | DenseMlp = (
             MoeMlp(mlp, config) if kind.mlp is MlpKind.SPARSE else DenseMlp(mlp, config, config.intermediate_size)
         )
         self.attention_residual = make_residual(loader, config, "input_layernorm", "attn")
@@ -44,14 +47,16 @@ class DecoderLayer:
 
     def __call__(self, state: ResidualState, rotation: Rotation | None) -> ResidualState:
         """Residual state in and out: [Tp, hidden], or [Tp, S, hidden] with hyper-connections."""
+        rows = get_forward_context().inputs.segment_rows
+        self.mixer.fetch_ahead(rows)
         state = self.attention_residual(state, lambda x: self._mix(x, rotation))
+        self.mlp.fetch_ahead(rows)
         return self.mlp_residual(state, self.mlp)
 
     def _mix(self, x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-        if self.kda is not None:
-            return self.kda(x)
-        assert self.mla is not None
-        return self.mla(x, rotation)
+        if isinstance(self.mixer, KimiDeltaAttention):
+            return self.mixer(x)
+        return self.mixer(x, rotation)
 
 
 class DecoderModel:
@@ -77,25 +82,27 @@ class DecoderModel:
         self.head = Head(loader, config, self.embedding)
         self.rope = Rope(config.mla, max_positions, loader.device) if config.mla.rope is not None else None
 
-    def enter(self, embedded: torch.Tensor) -> torch.Tensor:
-        """[Tp, hidden] embeddings -> residual state."""
-        return embedded
+    def enter(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[Tp] int64 -> residual state of the embeddings."""
+        return self.embedding(token_ids)
 
-    def leave(self, state: torch.Tensor) -> torch.Tensor:
-        """Residual state -> [Tp, hidden]."""
-        return state
+    def leave(self, state: ResidualState) -> torch.Tensor:
+        """Residual state -> [Tp, hidden], normalised."""
+        if isinstance(state, PendingSum):
+            return add_rms_norm(state.x, state.output, self.norm, self.config.rms_norm_eps)[1]
+        return rms_norm(settled(state), self.norm, self.config.rms_norm_eps)
 
     def forward(self) -> torch.Tensor:
         """Run the step of the current forward context; returns normalised hidden states [Tp, hidden]."""
         context = get_forward_context()
         inputs = context.inputs
         rotation = self.rope(inputs.positions[: inputs.segment_rows]) if self.rope is not None else None
-        state: ResidualState = self.enter(self.embedding(inputs.token_ids))
+        state: ResidualState = self.enter(inputs.token_ids)
         for index, layer in enumerate(self.layers):
             state = layer(state, rotation)
             if context.observer is not None:
                 context.observer.see(index, settled(state))
-        return rms_norm(self.leave(settled(state)), self.norm, self.config.rms_norm_eps)
+        return self.leave(state)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, hidden] -> [S, vocab] fp32."""

@@ -6,8 +6,9 @@ import torch
 
 from sidestream.config.model import ModelConfig
 from sidestream.layers.loader import LayerLoader
-from sidestream.layers.residual import HyperConnection
+from sidestream.layers.residual import HyperConnection, ResidualState, settled
 from sidestream.models.decoder import DecoderModel
+from sidestream.ops.norm import mean_rms_norm
 
 
 def _residual(loader: LayerLoader, config: ModelConfig, norm: str, site: str) -> HyperConnection:
@@ -22,8 +23,8 @@ class Glm5Next(DecoderModel):
         self.streams = config.hyper_connection.mult
         super().__init__(loader, config, max_positions, make_residual=_residual)
 
-    def enter(self, embedded: torch.Tensor) -> torch.Tensor:
-        return embedded.unsqueeze(1).expand(-1, self.streams, -1).contiguous()
+    def enter(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding.streams(token_ids, self.streams)
 
-    def leave(self, state: torch.Tensor) -> torch.Tensor:
-        return state.mean(dim=1)
+    def leave(self, state: ResidualState) -> torch.Tensor:
+        return mean_rms_norm(settled(state), self.norm, self.config.rms_norm_eps)

@@ -16,6 +16,7 @@ from sidestream.core.segment import Segment
 from sidestream.ops import (
     dense_mla,
     draw,
+    embedding,
     hyper_connection,
     index_map,
     indexer,
@@ -39,6 +40,7 @@ HEADS, DIM, LATENT, HIDDEN = 3, 12, 32, 24
 MODULES = (
     draw,
     dense_mla,
+    embedding,
     hyper_connection,
     index_map,
     indexer,
@@ -68,7 +70,7 @@ def norm_case(name: str, dtype: torch.dtype) -> Callable[[int], Arguments]:
             return {"x": x, "gate": step.randn(ROWS, HEADS, DIM, dtype=dtype), "weight": weight, "eps": 1e-5}
         if name == "add_rms_norm":
             return {"x": x[:, 0], "output": step.randn(ROWS, DIM, dtype=dtype), "weight": weight, "eps": 1e-5}
-        return {"x": x, "weight": weight, "eps": 1e-5}
+        return {"streams" if name == "mean_rms_norm" else "x": x, "weight": weight, "eps": 1e-5}
 
     return make
 
@@ -379,8 +381,9 @@ def copy_case(seed: int) -> Arguments:
 
 def slot_copy_case(seed: int) -> Arguments:
     step = Step(seed)
-    target, source = (step.randn(3, SLOTS, DIM).transpose(0, 1) for _ in range(2))
-    return {"target": target, "source": source, "to": (1, 5), "taken": (3, 1)}
+    kinds = {"first": (3, SLOTS, DIM), "second": (2, SLOTS, 2, 5), "third": (1, SLOTS, 3)}
+    states = {name: step.randn(*shape).transpose(0, 1) for name, shape in kinds.items()}
+    return {**states, "to": (1, 5), "taken": (3, 1)}
 
 
 def sampled_case(seed: int) -> Arguments:
@@ -489,6 +492,32 @@ def linear_case(bias: bool) -> Callable[[int], Arguments]:
     return make
 
 
+def logits_case(dtype: torch.dtype) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        step = Step(seed)
+        return {"x": step.randn(ROWS, HIDDEN, dtype=dtype), "weight": step.randn(12, HIDDEN, dtype=dtype)}
+
+    return make
+
+
+def by_head_case(dtype: torch.dtype) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        step = Step(seed)
+        wide = step.randn(ROWS, HEADS * DIM + 8, dtype=dtype)
+        x = wide[:, : HEADS * DIM].view(ROWS, HEADS, DIM)
+        return {"x": x, "weight": step.randn(HEADS, DIM, LATENT, dtype=dtype)}
+
+    return make
+
+
+def embed_case(copies: int) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        step = Step(seed)
+        return {"token_ids": (step.rand(ROWS) * 9).long(), "table": step.randn(9, HIDDEN), "copies": copies}
+
+    return make
+
+
 def swiglu_case(limit: float | None) -> Callable[[int], Arguments]:
     return lambda seed: {"gate_up": Step(seed).randn(ROWS, 2 * DIM), "limit": limit}
 
@@ -496,7 +525,7 @@ def swiglu_case(limit: float | None) -> Callable[[int], Arguments]:
 def _cases() -> Iterator[Case]:
     short = {torch.float32: "fp32", torch.bfloat16: "bf16"}
     for dtype, name in short.items():
-        for which in ("rms_norm", "add_rms_norm", "layer_norm", "gated_rms_norm"):
+        for which in ("rms_norm", "add_rms_norm", "mean_rms_norm", "layer_norm", "gated_rms_norm"):
             yield Case(f"norm.{which}", name, norm_case(which, dtype))
         for interleaved in (True, False):
             variant = f"{name}-{'pairs' if interleaved else 'halves'}"
@@ -544,6 +573,11 @@ def _cases() -> Iterator[Case]:
     yield Case("draw.draw_tokens", "", draw_case)
     for bias in (False, True):
         yield Case("linear.linear", f"bias{bias}", linear_case(bias))
+    for dtype, name in short.items():
+        yield Case("linear.logits", name, logits_case(dtype))
+        yield Case("linear.by_head", name, by_head_case(dtype))
+    for copies in (1, 4):
+        yield Case("embedding.embed", f"{copies}", embed_case(copies))
     for limit in (None, 0.7):
         yield Case("moe.swiglu", f"limit{limit}", swiglu_case(limit))
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 
 from sidestream.ops.linear import torch_impl
-from sidestream.ops.linear.launches import launch_for
+from sidestream.ops.linear.fetch import fetch_ahead
+from sidestream.ops.linear.launches import DIRECT, launch_for
 from sidestream.ops.operator import operator
 
-__all__ = ["linear"]
+__all__ = ["by_head", "fetch_ahead", "linear", "logits"]
 
 linear = operator("linear.linear", reads=("x", "weight", "bias"))(torch_impl.linear)
+logits = operator("linear.logits", reads=("x", "weight"))(torch_impl.logits)
+by_head = operator("linear.by_head", reads=("x", "weight"))(torch_impl.by_head)
 
 
 @linear.register("cuda")
@@ -22,3 +25,23 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
         if triton_linear.takes(x, weight, bias):
             return triton_linear.linear(x, weight, bias, launch=launch)
     return torch_impl.linear(x, weight, bias)
+
+
+@logits.register("cuda")
+def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if not (x.is_cuda and DIRECT.logits):
+        return _linear(x, weight, None).float()
+    launch = launch_for(x.shape[0], *weight.shape)
+    if launch is not None:
+        from sidestream.ops.linear import triton_linear
+
+        if triton_linear.takes(x, weight, None):
+            return triton_linear.linear(x, weight, None, launch=launch, dtype=torch.float32)
+    return torch_impl.wide_logits(x, weight)
+
+
+@by_head.register("cuda")
+def _by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if DIRECT.by_head:
+        return torch_impl.by_head_in_place(x, weight)
+    return torch_impl.by_head(x, weight)

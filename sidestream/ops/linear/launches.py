@@ -43,3 +43,24 @@ def launch_for(rows: int, out_features: int, in_features: int) -> Launch | None:
     if in_features >= 16384 or out_features >= 32768:
         return None
     return Launch(16, 64, 128, 4, 4, splits=4 if out_features <= 8192 else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """Whether products of the library leave what comes next as it reads it, instead of to a kernel that copies.
+
+    Attributes:
+        logits: fp32 sums as they are, not rounded and widened again.
+        by_head: heads' products in their tokens' rows.
+    """
+
+    logits: bool
+    by_head: bool
+
+
+DIRECT = Direct(logits=False, by_head=False)
+
+
+def fetched_bytes(rows: int) -> int:
+    """Of a weight, to be asked for before the small kernels in front of its product: 0 is none."""
+    return 0

@@ -17,3 +17,34 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         [T, N] in the dtype of x. Where the library computes it, a row's last bits may depend on T.
     """
     return torch.mm(x, weight.t()) if bias is None else F.linear(x, weight, bias)
+
+
+def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [T, K] through weight [V, K] -> [T, V] fp32; rounded to the dtype of x before."""
+    return linear(x, weight, None).float()
+
+
+def wide_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``logits`` as the product's fp32 sums are: nothing is rounded, and nothing copied."""
+    if x.dtype == torch.float32 or not x.shape[0]:
+        return logits(x, weight)
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+
+def by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Each head's rows through a weight of its own.
+
+    Args:
+        x: [T, H, K].
+        weight: [H, K, N] in the dtype of x.
+    Returns:
+        [T, H, N] in the dtype of x; heads may be outermost in memory.
+    """
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+
+
+def by_head_in_place(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``by_head``, contiguous: the product is written where it is read."""
+    out = x.new_empty(x.shape[0], weight.shape[0], weight.shape[2])
+    torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+    return out

@@ -7,10 +7,11 @@ import torch
 from sidestream.ops.norm import torch_impl
 from sidestream.ops.operator import operator
 
-__all__ = ["add_rms_norm", "gated_rms_norm", "layer_norm", "rms_norm"]
+__all__ = ["add_rms_norm", "gated_rms_norm", "layer_norm", "mean_rms_norm", "rms_norm"]
 
 rms_norm = operator("norm.rms_norm", reads=("x", "weight"))(torch_impl.rms_norm)
 add_rms_norm = operator("norm.add_rms_norm", reads=("x", "output", "weight"))(torch_impl.add_rms_norm)
+mean_rms_norm = operator("norm.mean_rms_norm", reads=("streams", "weight"))(torch_impl.mean_rms_norm)
 layer_norm = operator("norm.layer_norm", reads=("x", "weight", "bias"))(torch_impl.layer_norm)
 gated_rms_norm = operator("norm.gated_rms_norm", reads=("x", "gate", "weight"))(torch_impl.gated_rms_norm)
 
@@ -35,6 +36,16 @@ def _add_rms_norm(
         if x.dim() == 2 and triton_norms.takes(x, output, weight):
             return triton_norms.add_rms_norm(x, output, weight, eps)
     return torch_impl.add_rms_norm(x, output, weight, eps)
+
+
+@mean_rms_norm.register("cuda")
+def _mean_rms_norm(streams: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if streams.is_cuda:
+        from sidestream.ops.norm import triton_norms
+
+        if triton_norms.MEAN_IN_NORM and triton_norms.takes(streams, weight):
+            return triton_norms.mean_rms_norm(streams, weight, eps)
+    return _rms_norm(streams.mean(dim=1), weight, eps)
 
 
 @layer_norm.register("cuda")

@@ -20,6 +20,11 @@ def add_rms_norm(
     return total, rms_norm(total, weight, eps)
 
 
+def mean_rms_norm(streams: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Average in fp32, round, then normalise. See ``torch_impl.mean_rms_norm``."""
+    return rms_norm(streams.float().mean(1).to(streams.dtype), weight, eps)
+
+
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, eps: float) -> torch.Tensor:
     """Centre, normalise and scale in fp32, rounding once. See ``torch_impl.layer_norm``."""
     wide = x.float()

@@ -43,6 +43,18 @@ def add_rms_norm(
     return total, rms_norm(total, weight, eps)
 
 
+def mean_rms_norm(streams: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The RMS norm of the streams' mean: what leaves the last layer of a model with hyper-connections.
+
+    Args:
+        streams: [T, S, D].
+        weight, eps: as in ``rms_norm``.
+    Returns:
+        [T, D] in ``streams.dtype``; the mean is rounded before it is normalised.
+    """
+    return rms_norm(streams.mean(dim=1), weight, eps)
+
+
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, eps: float) -> torch.Tensor:
     """Layer norm over the last dimension, with fp32 statistics.
 

@@ -17,6 +17,8 @@ MAX_WIDTH = 16384
 """Widest row that stays in one program's registers."""
 TILE = 4096
 """Elements a program of several rows takes."""
+MEAN_IN_NORM = False
+"""Whether the mean of a residual's streams is taken by the norm behind it."""
 COMPILED = not triton.knobs.runtime.interpret
 """Then launched while the kernel before ends (programmatic dependent launch); each waits before it reads."""
 
@@ -39,6 +41,18 @@ def add_rms_norm(
         grid = launch.pop("grid")
         _add_rms_norm[grid](x, output, weight, total, out, rows, eps, output_outer=output.stride(0), **launch)
     return total, out
+
+
+def mean_rms_norm(streams: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As ``torch_impl.mean_rms_norm``; for streams [T, S, D] that ``takes`` allows."""
+    T, S, width = streams.shape
+    out = torch.empty(T, width, dtype=streams.dtype, device=streams.device)
+    if T:
+        _mean_rms_norm[(T,)](
+            streams, weight, out, eps, streams.stride(0), streams.stride(1), STREAMS=S, WIDTH=width,
+            BLOCK=triton.next_power_of_2(width), PDL=COMPILED, launch_pdl=COMPILED, num_warps=8 if width > 2048 else 4,
+        )  # fmt: skip
+    return out
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, eps: float) -> torch.Tensor:
@@ -155,6 +169,34 @@ def _add_rms_norm(
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / WIDTH + eps)
     normed = (wide * inverse).to(out.dtype.element_ty).to(tl.float32)
     scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, (normed * scale).to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _mean_rms_norm(
+    streams: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
+    outer: tl.tensor,
+    inner: tl.tensor,
+    STREAMS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """A program takes a row."""
+    column = tl.arange(0, BLOCK)
+    real = column < WIDTH
+    scale = tl.load(weight + column, mask=real, other=0.0).to(tl.float32)
+    _wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.float32)
+    for stream in tl.static_range(STREAMS):
+        total += tl.load(streams + row * outer + stream * inner + column, mask=real, other=0.0).to(tl.float32)
+    wide = (total / STREAMS).to(out.dtype.element_ty).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + eps)
+    normed = (wide * inverse).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * WIDTH + column, (normed * scale).to(out.dtype.element_ty), mask=real)
 
 

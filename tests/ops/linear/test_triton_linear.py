@@ -57,6 +57,17 @@ def test_a_row_depends_on_itself_alone(name: str) -> None:
     assert torch.equal(run(x[3:4], weight, None, LAUNCHES[name])[0], want[3]), "nor on how many there are"
 
 
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_wide_results_are_the_sums_themselves(name: str) -> None:
+    """fp32 from bf16: nothing is rounded, so that rounding them gives the narrow results."""
+    launch = LAUNCHES[name]
+    x, weight, _ = made(launch.rows, 70, 96, bias=False)
+    x, weight = x.to(DEVICE), weight.to(DEVICE)
+    got = triton_linear.linear(x, weight, None, launch=launch, dtype=torch.float32).cpu()
+    assert got.dtype is torch.float32
+    torch.testing.assert_close(got, reference.linear(x.cpu(), weight.cpu(), None), rtol=0.0, atol=FP32_GEMM)
+
+
 def test_which_products_are_taken() -> None:
     x, weight, _ = made(4, 64, 128, bias=False)
     assert triton_linear.takes(x, weight, None)

@@ -46,6 +46,15 @@ def test_add_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     close(normed, reference.rms_norm(total, weight, 1e-5))
 
 
+def test_mean_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """From every other of twice as many streams, whose mean bf16 holds exactly: one rounding less to allow for."""
+    streams = sliced((shape[0], 8, shape[-1]), dtype)[:, ::2]
+    streams.copy_(torch.randint(-60, 61, streams.shape))
+    weight = torch.randn(shape[-1]).to(DEVICE, dtype)
+    assert triton_norms.takes(streams, weight)
+    close(triton_norms.mean_rms_norm(streams, weight, 1e-5), reference.mean_rms_norm(streams, weight, 1e-5))
+
+
 def test_layer_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, (weight, bias) = sliced(shape, dtype), torch.randn(2, shape[-1]).to(DEVICE, dtype).unbind(0)
     assert triton_norms.takes(x, weight, bias)
