@@ -25,6 +25,7 @@ import triton.language as tl
 from sidestream.core.batch import Split
 from sidestream.ops.kda.kept_states import Kept, by_sequence, row_of, runs_of
 from sidestream.ops.kda.torch_impl import ForgetGate
+from sidestream.ops.kda.triton_blocks import BLOCK, gentle, product, within_blocks
 from sidestream.ops.kda.triton_conv import log_decay
 
 CHUNK = 64
@@ -39,7 +40,8 @@ MAX_BYTES = 1 << 30
 @dataclass(frozen=True, slots=True)
 class Launch:
     """Warps of the first kernel, the registers that a thread of it may have (128: two programs a multiprocessor) and
-    the channels that it takes at once; columns of a state that a program of the second takes, its warps and stages."""
+    the channels that it takes at once; columns of a state that a program of the second takes, its warps and stages.
+    With ``blocks`` the first kernel is ``triton_blocks``, where the gate allows it."""
 
     chunk_warps: int = 8
     chunk_registers: int = 128
@@ -47,6 +49,7 @@ class Launch:
     columns: int = 64
     scan_warps: int = 8
     stages: int = 3
+    blocks: bool = False
 
 
 @lru_cache(maxsize=16)
@@ -123,15 +126,18 @@ def chunked(
     a_head = N * (CHUNK * (3 * K + V + CHUNK) * q.element_size() + 4 * (CHUNK + 1) * K)
     group = max(1, min(H, MAX_BYTES // a_head))
     made = q.new_empty(N * group * CHUNK * (K + V))
-    sums = torch.empty(N * group * CHUNK * K, dtype=torch.float32, device=q.device)
+    blocks = launch.blocks and gentle(gate)
+    marks = N * group * CHUNK // BLOCK * K
+    sums = q.new_empty(marks) if blocks else q.new_empty(BLOCK * marks, dtype=torch.float32)
     reach, until = q.new_empty(2, N * group * CHUNK * K).unbind(0)
     scores = q.new_empty(N * group * CHUNK * CHUNK)
     total = torch.empty(N * group * K, dtype=torch.float32, device=q.device)
     narrow = q.is_cuda and q.dtype != torch.float32  # Triton's interpreter multiplies fp32 alone
     columns = min(launch.columns, V)
+    first, how = (within_blocks, {"BLOCK": BLOCK}) if blocks else (_within, {"BOUNDED": gate.lower_bound is not None})
     for head in range(0, H, group):
         heads = min(group, H - head)
-        _within[(heads, N)](
+        first[(heads, N)](
             q,
             k,
             v,
@@ -155,11 +161,11 @@ def chunked(
             V=V,
             C=CHUNK,
             LEVELS=CHUNK.bit_length() - 1,
-            BOUNDED=gate.lower_bound is not None,
             NARROW=narrow,
             PIECE=min(launch.piece, K, V),
             num_warps=launch.chunk_warps,
             maxnreg=launch.chunk_registers,
+            **how,
         )
         _carry[(V // columns, heads, len(lengths))](
             made,
@@ -183,16 +189,6 @@ def chunked(
             num_warps=launch.scan_warps,
         )
     return out
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _product(a: tl.tensor, b: tl.tensor, NARROW: tl.constexpr) -> tl.tensor:
-    """In bf16 (whatever the narrow dtype of the model: decays need its range), or fp32."""
-    if NARROW:
-        result = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
-    else:
-        result = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    return result
 
 
 @triton.jit(do_not_specialize=["head", "group"])  # type: ignore[untyped-decorator]
@@ -268,11 +264,11 @@ def _within(
             key = tl.load(k + row * K + some, mask=shown, other=0.0).to(tl.float32) * factor
             query = tl.load(q + row * K + some, mask=shown, other=0.0).to(tl.float32) * factor
             columns = tl.trans(key)
-            looked += _product(query, columns, NARROW)
-            below += _product(key, columns, NARROW)
+            looked += product(query, columns, NARROW)
+            below += product(key, columns, NARROW)
         score += tl.where(seen, looked, 0.0)
         below = tl.where(seen, below * gain[:, None], 0.0)
-        inverse -= _product(_product(inverse, below, NARROW), inverse, NARROW)
+        inverse -= product(product(inverse, below, NARROW), inverse, NARROW)
     tl.store(scores + tile * (C * C) + i[:, None] * C + i[None, :], score.to(scores.dtype.element_ty))
 
     flat = tile * (C * K) + i[:, None] * K
@@ -287,12 +283,12 @@ def _within(
         tl.store(reach + flat + some, (query * opened).to(reach.dtype.element_ty))
         tl.store(until + flat + some, (key * tl.exp(last - since)).to(until.dtype.element_ty))
         tl.store(total + tile * K + some + (i * 0)[:, None], opened, mask=(i == C - 1)[:, None])
-        turned = _product(inverse, key * opened * gain[:, None], NARROW)
+        turned = product(inverse, key * opened * gain[:, None], NARROW)
         tl.store(made + i[:, None] * K + some, turned.to(made.dtype.element_ty))
     for first in tl.range(0, V, PIECE, num_stages=1):
         some = first + tl.arange(0, PIECE)[None, :]
         value = tl.load(v + row * V + some, mask=shown, other=0.0).to(tl.float32)
-        added = _product(inverse, value * gain[:, None], NARROW)
+        added = product(inverse, value * gain[:, None], NARROW)
         tl.store(made + C * K + i[:, None] * V + some, added.to(made.dtype.element_ty))
 
 
@@ -337,9 +333,9 @@ def _carry(
         key = tl.load(until + tile * (C * K) + i[None, :] * K + channel[:, None])
         score = tl.load(scores + tile * (C * C) + i[:, None] * C + i[None, :])
         kept = tl.load(total + tile * K + channel)
-        written = added.to(tl.float32) - _product(turned, memory, NARROW)
-        mixed = _product(query, memory, NARROW) + _product(score, written, NARROW)
-        memory = memory * kept[:, None] + _product(key, written, NARROW)
+        written = added.to(tl.float32) - product(turned, memory, NARROW)
+        mixed = product(query, memory, NARROW) + product(score, written, NARROW)
+        memory = memory * kept[:, None] + product(key, written, NARROW)
         entry = chunks + (chunk + c) * 3
         place = ((tl.load(entry) + i) * H + h)[:, None] * V + column[None, :]
         real = i < tl.load(entry + 1)

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from sidestream.ops.kda import reference, triton_chunked
+from sidestream.ops.kda import reference, triton_blocks, triton_chunked
 from sidestream.ops.kda.torch_impl import ForgetGate
 from tests.ops.triton_mode import DEVICE
 from tests.tolerances import FP32_RECURRENCE
 
 HEADS, K, V = 2, 16, 32
+BLOCKS = triton_chunked.Launch(blocks=True)
+HALVES = triton_chunked.Launch(blocks=False)
 
 
 def inputs(tokens: int, *, shift: float = 0.0) -> dict[str, torch.Tensor]:
@@ -26,12 +28,18 @@ def new_gate(bound: float | None) -> ForgetGate:
     return ForgetGate(torch.randn(HEADS * K), torch.rand(HEADS), bound)
 
 
-def run(made: dict[str, torch.Tensor], gate: ForgetGate, state: torch.Tensor, **where: Any) -> torch.Tensor:
+def run(
+    made: dict[str, torch.Tensor],
+    gate: ForgetGate,
+    state: torch.Tensor,
+    launch: triton_chunked.Launch | None = None,
+    **where: Any,
+) -> torch.Tensor:
     """Updates ``state``."""
     moved = {name: tensor.to(DEVICE) for name, tensor in made.items()}
     theirs = ForgetGate(gate.dt_bias.to(DEVICE), gate.A_log.to(DEVICE), gate.lower_bound)
     states = state.to(DEVICE)
-    out = triton_chunked.chunked(**moved, gate=theirs, state=states, **where).cpu()
+    out = triton_chunked.chunked(**moved, gate=theirs, state=states, launch=launch, **where).cpu()
     state.copy_(states)
     return out
 
@@ -46,16 +54,40 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(got.nan_to_num(7.0), want.nan_to_num(7.0), rtol=0, atol=FP32_RECURRENCE)
 
 
-@pytest.mark.parametrize("bound", [-5.0, None])
+@pytest.mark.parametrize(("bound", "launch"), [(-5.0, BLOCKS), (-5.0, HALVES), (None, HALVES)])
 @pytest.mark.parametrize("shift", [0.0, 8.0])
 @pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 130])
-def test_a_fresh_prompt_equals_the_formula(tokens: int, shift: float, bound: float | None) -> None:
+def test_a_fresh_prompt_equals_the_formula(
+    tokens: int, shift: float, bound: float | None, launch: triton_chunked.Launch
+) -> None:
     """Its slot holds NaN. Without a bound a shift of 8 forgets e**-8 and more a token."""
     made, gate = inputs(tokens, shift=shift), new_gate(bound)
     state = torch.full((3, 1, HEADS, K, V), torch.nan)
     truth, where = state.clone(), {"slots": [1], "starts": [0], "lengths": [tokens]}
-    got = run(made, gate, state, **where)
+    got = run(made, gate, state, launch, **where)
     close(got, formula(made, gate, truth, **where))
+    close(state, truth)
+
+
+@pytest.mark.parametrize("bound", [-40.0, -5.01, None])
+def test_a_gate_that_forgets_more_than_blocks_hold_goes_by_halves(bound: float | None) -> None:
+    """Blocks would take exponents that overflow, and make NaN of infinities times nothing."""
+    made, gate = inputs(40, shift=30.0), new_gate(bound)
+    assert not triton_blocks.gentle(gate)
+    state = torch.full((2, 1, HEADS, K, V), torch.nan)
+    truth, where = state.clone(), {"slots": [1], "starts": [0], "lengths": [40]}
+    close(run(made, gate, state, BLOCKS, **where), formula(made, gate, truth, **where))
+    close(state, truth)
+
+
+def test_blocks_that_forget_all_they_can_then_nothing() -> None:
+    """At the bound for 20 tokens, e**-100, behind and before tokens that forget next to nothing."""
+    made, gate = inputs(64, shift=-30.0), ForgetGate(torch.zeros(HEADS * K), torch.zeros(HEADS), -5.0)
+    made["forget"][13:33] = 90.0
+    made["forget"][50:58, :, ::2] = 90.0
+    state = torch.full((2, 1, HEADS, K, V), torch.nan)
+    truth, where = state.clone(), {"slots": [1], "starts": [0], "lengths": [64]}
+    close(run(made, gate, state, BLOCKS, **where), formula(made, gate, truth, **where))
     close(state, truth)
 
 
@@ -72,8 +104,11 @@ def test_a_gate_that_closes_and_opens_within_a_chunk() -> None:
     torch.testing.assert_close(state[1], truth[1], rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize("launch", [BLOCKS, HALVES])
 @pytest.mark.parametrize("lengths", [[1, 70, 3], [65], [3, 1, 64, 5]])
-def test_a_mixed_batch_equals_each_alone(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixed_batch_equals_each_alone(
+    lengths: list[int], launch: triton_chunked.Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fresh and continuing sequences, slots out of order, rings of three versions, heads one by one."""
     monkeypatch.setattr(triton_chunked, "MAX_BYTES", 1)
     R = len(lengths)
@@ -84,19 +119,20 @@ def test_a_mixed_batch_equals_each_alone(lengths: list[int], monkeypatch: pytest
         if start:
             state[slot, start % 3] = torch.randn(HEADS, K, V)
     truth, where = state.clone(), {"slots": slots, "starts": starts, "lengths": lengths}
-    got = run(made, gate, state, **where)
+    got = run(made, gate, state, launch, **where)
     close(got, formula(made, gate, truth, **where))
     close(state, truth)
 
 
-def test_garbage_in_one_sequence_stays_there() -> None:
+@pytest.mark.parametrize("launch", [BLOCKS, HALVES])
+def test_garbage_in_one_sequence_stays_there(launch: triton_chunked.Launch) -> None:
     made, gate, lengths = inputs(14), new_gate(-5.0), [5, 4, 5]
     where = {"slots": [1, 2, 3], "starts": [0, 0, 0], "lengths": lengths}
     clean, dirty = (torch.zeros(4, 1, HEADS, K, V) for _ in range(2))
-    want = run(made, gate, clean, **where)
+    want = run(made, gate, clean, launch, **where)
     for tensor in made.values():
         tensor[5:9] = torch.nan
-    got = run(made, gate, dirty, **where)
+    got = run(made, gate, dirty, launch, **where)
     keep = [*range(5), *range(9, 14)]
     assert torch.equal(got[keep], want[keep])
     assert torch.equal(dirty[[0, 1, 3]], clean[[0, 1, 3]])
