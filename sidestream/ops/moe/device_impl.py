@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from sidestream.ops.decode_groups import scratch_of
 from sidestream.ops.moe import torch_impl
 from sidestream.ops.moe.torch_impl import fits_grouped_mm, grouped_experts, swiglu
-from sidestream.ops.moe.triton_tiles import expert_tiles, router_tiles
+from sidestream.ops.moe.triton_tiles import expert_roles, expert_tiles, router_tiles
 
 SMALLEST_TILE = 32
 """Elements that must divide both sizes of an expert."""
@@ -83,6 +83,10 @@ def grouped_where_possible(
     if _suits_triton(x, w13, w2):
         from sidestream.ops.moe import triton_grouped, triton_one_token
 
+        sizes = (x.shape[0], ids.shape[1], w13.shape[0] - num_shared)
+        tiles, roles = expert_tiles(*sizes), expert_roles(*sizes)
+        if roles is not None and x.shape[0] > 1 and _suits_roles(w2):
+            tiles = tiles.with_roles(roles)
         module = triton_one_token if x.shape[0] == 1 else triton_grouped
         run: Callable[..., torch.Tensor] = module.experts
         return run(
@@ -93,7 +97,7 @@ def grouped_where_possible(
             ids=ids,
             num_shared=num_shared,
             swiglu_limit=swiglu_limit,
-            tiles=expert_tiles(x.shape[0], ids.shape[1], w13.shape[0] - num_shared),
+            tiles=tiles,
         )
     if not (x.is_cuda and _grouped_on_device(x.device) and fits_grouped_mm(w13)):
         return expert_by_expert(x, w13, w2, weights=weights, ids=ids, num_shared=num_shared, swiglu_limit=swiglu_limit)
@@ -104,6 +108,12 @@ def _suits_triton(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> bool:
     sizes = all(size % SMALLEST_TILE == 0 for size in w2.shape[1:])
     dense = w13.is_contiguous() and w2.is_contiguous() and x.stride(1) == 1
     return x.is_cuda and x.shape[0] > 0 and _one_dtype(torch.bfloat16, x, w13, w2) and sizes and dense
+
+
+def _suits_roles(w2: torch.Tensor) -> bool:
+    """Whole tiles of 256 weight rows in both products, on a Hopper GPU."""
+    _, hidden, inner = w2.shape
+    return hidden % 256 == 0 and inner % 128 == 0 and _is_hopper(w2.device)
 
 
 def _one_dtype(dtype: torch.dtype, *tensors: torch.Tensor) -> bool:
@@ -171,6 +181,11 @@ def expert_by_expert(
 def _through(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, swiglu_limit: float | None) -> torch.Tensor:
     """All rows [T, H] through one expert."""
     return F.linear(swiglu(F.linear(x, w13), limit=swiglu_limit), w2)
+
+
+@lru_cache(maxsize=8)
+def _is_hopper(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @lru_cache(maxsize=8)

@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sidestream.ops.moe.triton_plan import plan
 from sidestream.ops.moe.triton_swiglu import clamped_swiglu
 from sidestream.ops.moe.triton_tiles import ExpertTiles, dividing
 
@@ -44,33 +45,59 @@ def experts(
     A row's bits depend on the row, on the number of tokens and on ``tiles``, never on what other tokens chose.
     """
     T, H = x.shape
-    top_k, inner, num_experts = ids.shape[1], w2.shape[2], w13.shape[0] - num_shared
+    top_k, num_experts = ids.shape[1], w13.shape[0] - num_shared
     pairs, rows = T * top_k, tiles.rows
     routed_blocks = (pairs + min(num_experts, pairs) * (rows - 1)) // rows
     shared_blocks = triton.cdiv(T, rows)
     blocks = routed_blocks + num_shared * shared_blocks
-    order = torch.empty(routed_blocks * rows, dtype=torch.int32, device=x.device)
-    block_expert = torch.empty(routed_blocks, dtype=torch.int32, device=x.device)
-    hidden = torch.empty(blocks * rows, inner, dtype=x.dtype, device=x.device)
-    dtype = torch.float32 if T <= FP32_PARTIAL_TOKENS else x.dtype
-    partial = torch.empty(pairs + num_shared * T, H, dtype=dtype, device=x.device)
     out = torch.empty(T, H, dtype=x.dtype, device=x.device)
     ids = ids.contiguous()
     pdl = tiles.pdl and not UPCAST
-    _plan[(num_experts,)](
+    order, block_expert = plan(ids, num_experts=num_experts, rows=rows, blocks=routed_blocks, pdl=pdl)
+    where = (order, block_expert, T, routed_blocks, shared_blocks, num_experts)
+    if tiles.roles is None:
+        dtype = torch.float32 if T <= FP32_PARTIAL_TOKENS else x.dtype
+        partial = torch.empty(pairs + num_shared * T, H, dtype=dtype, device=x.device)
+        _multiply(x, w13, w2, partial, where, blocks=blocks, top_k=top_k, swiglu_limit=swiglu_limit, tiles=tiles)
+    else:
+        from sidestream.ops.moe import triton_expert_roles  # for Hopper alone
+
+        run = triton_expert_roles.partial_sums
+        partial = run(x, w13, w2, where, blocks=blocks, top_k=top_k, swiglu_limit=swiglu_limit, roles=tiles.roles)
+    block = dividing(H, 1024 if T > 64 else 256)
+    _sum[(T, H // block)](
+        partial,
+        weights.contiguous(),
         ids,
-        order,
-        block_expert,
-        pairs,
-        num_experts,
-        routed_blocks,
-        ROWS=rows,
-        BINS=triton.next_power_of_2(num_experts + 1),
-        CHUNK=128 if pairs <= 128 else 1024,
+        out,
+        T,
+        H=H,
+        TOP_K=top_k,
+        SHARED=num_shared,
+        BLOCK=block,
         PDL=pdl,
         launch_pdl=pdl,
+        num_warps=4,
     )
-    where = (order, block_expert, T, routed_blocks, shared_blocks, num_experts)
+    return out
+
+
+def _multiply(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    partial: torch.Tensor,
+    where: tuple[torch.Tensor, torch.Tensor, int, int, int, int],
+    *,
+    blocks: int,
+    top_k: int,
+    swiglu_limit: float | None,
+    tiles: ExpertTiles,
+) -> None:
+    """partial [pairs, H] = each pair's row through its expert. ``where``: as ``_block`` takes it."""
+    H, inner, rows = x.shape[1], w2.shape[2], tiles.rows
+    pdl = tiles.pdl and not UPCAST
+    hidden = torch.empty(blocks * rows, inner, dtype=x.dtype, device=x.device)
     columns, depth = dividing(inner, tiles.gate_up.columns), dividing(H, tiles.gate_up.depth)
     _gate_up[(blocks * (inner // columns),)](
         x,
@@ -112,76 +139,11 @@ def experts(
         num_warps=tiles.down.warps,
         num_stages=tiles.down.stages,
     )
-    block = dividing(H, 1024 if T > 64 else 256)
-    _sum[(T, H // block)](
-        partial,
-        weights.contiguous(),
-        ids,
-        out,
-        T,
-        H=H,
-        TOP_K=top_k,
-        SHARED=num_shared,
-        BLOCK=block,
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=4,
-    )
-    return out
 
 
 def _described(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """For loads of [rows, columns] from a contiguous matrix."""
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
-
-
-@triton.jit(do_not_specialize=["num_pairs", "num_experts", "num_blocks"])  # type: ignore[untyped-decorator]
-def _plan(
-    ids: tl.tensor,
-    order: tl.tensor,
-    block_expert: tl.tensor,
-    num_pairs: tl.tensor,
-    num_experts: tl.tensor,
-    num_blocks: tl.tensor,
-    ROWS: tl.constexpr,
-    BINS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    """Program e places the pairs of expert e, ascending, behind the blocks of the experts before it.
-
-    Writes ``order`` [num_blocks * ROWS], -1 where a block has no pair, and ``block_expert`` [num_blocks], -1 where no
-    block is needed. ``order`` is left unwritten there. BINS is more than the number of experts.
-    """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    expert = tl.program_id(0)
-    bins = tl.arange(0, BINS)
-    lane = tl.arange(0, CHUNK)
-    counts = tl.zeros([BINS], tl.int32)
-    for first in range(0, num_pairs, CHUNK):
-        chosen = tl.load(ids + first + lane, mask=first + lane < num_pairs, other=-1).to(tl.int32)
-        counts += tl.histogram(tl.where(chosen < 0, num_experts, chosen), BINS)
-    blocks = tl.where(bins < num_experts, (counts + ROWS - 1) // ROWS, 0)
-    first_block = tl.sum(tl.where(bins < expert, blocks, 0), 0)
-    own_blocks = tl.sum(tl.where(bins == expert, blocks, 0), 0)
-    used_blocks = tl.sum(blocks, 0)
-    placed = 0
-    for first in range(0, num_pairs, CHUNK):
-        chosen = tl.load(ids + first + lane, mask=first + lane < num_pairs, other=-1).to(tl.int32)
-        mine = (chosen == expert).to(tl.int32)
-        place = placed + tl.cumsum(mine, 0) - 1
-        tl.store(order + first_block * ROWS + place, first + lane, mask=mine > 0)
-        placed += tl.sum(mine, 0)
-    rest = placed + tl.arange(0, ROWS)
-    tl.store(order + first_block * ROWS + rest, tl.full([ROWS], -1, tl.int32), mask=rest < own_blocks * ROWS)
-    few = tl.arange(0, 32)
-    for first in range(0, own_blocks, 32):
-        own = tl.zeros([32], tl.int32) + expert
-        tl.store(block_expert + first_block + first + few, own, mask=first + few < own_blocks)
-    for first in range(used_blocks + expert * 32, num_blocks, num_experts * 32):
-        tl.store(block_expert + first + few, tl.full([32], -1, tl.int32), mask=first + few < num_blocks)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -18,7 +18,7 @@ experts, top-8 and a shared one, distinct experts of a uniform choice, predicted
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,16 +34,36 @@ class Tiles:
 
 
 @dataclass(frozen=True, slots=True)
+class Roles:
+    """Both products by warps with roles (``triton_expert_roles``): ``groups`` warpgroups of 64 rows each, fed up to
+    ``stages`` depths of 64 ahead. Shared memory has room for 2 groups with 4 stages or 3 with 3."""
+
+    groups: int
+    stages: int
+
+    @property
+    def rows(self) -> int:
+        """Of a block."""
+        return 64 * self.groups
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertTiles:
     """``rows`` pairs of one expert share a program of both products. ``described``: weights and activations that lie
     as they are needed come by the copy engine (tensor descriptors), which costs the host a few us a launch.
-    ``pdl``: kernels are launched while those before them still run, and wait there (programmatic dependent launch)."""
+    ``pdl``: kernels are launched while those before them still run, and wait there (programmatic dependent launch).
+    ``roles``: replaces both products, and ``rows`` is then its own."""
 
     rows: int
     gate_up: Tiles
     down: Tiles
     described: bool = False
     pdl: bool = False
+    roles: Roles | None = None
+
+    def with_roles(self, roles: Roles) -> ExpertTiles:
+        """These, but for both products."""
+        return replace(self, rows=roles.rows, roles=roles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +98,8 @@ EXPERT_TILES = (
 """(most rows an expert on average, tiles), in order; swept on an H200 with 64 experts. torch's ``grouped_mm`` takes 1.5
 times as long at 512 rows and at 8,192."""
 MANY_ROWS = ExpertTiles(128, Tiles(128, 64, 8, 3), Tiles(256, 64, 8, 3))
+ROLES: tuple[tuple[int, Roles], ...] = ()
+"""(fewest rows an expert on average, roles), the last that holds wins. On Hopper GPUs, for sizes that they suit."""
 
 ROUTER_TILES = (
     (1, RouterTiles(1, 2, 1024, 4, 4, 1, dot=False, pdl=True)),
@@ -103,6 +125,12 @@ def expert_tiles(tokens: int, top_k: int, num_experts: int) -> ExpertTiles:
         return ONE_TOKEN
     mean = mean_rows(tokens, top_k, num_experts)
     return next((tiles for most, tiles in EXPERT_TILES if mean <= most), MANY_ROWS)
+
+
+def expert_roles(tokens: int, top_k: int, num_experts: int) -> Roles | None:
+    """What to take in place of ``expert_tiles``' products where it can run. Depends on sizes alone too."""
+    mean = mean_rows(tokens, top_k, num_experts)
+    return next((roles for least, roles in reversed(ROLES) if mean >= least), None)
 
 
 def router_tiles(tokens: int, dtype: torch.dtype) -> RouterTiles | None:

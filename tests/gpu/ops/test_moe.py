@@ -11,7 +11,7 @@ import torch
 
 from sidestream.ops.moe import experts, reference, route, swiglu, torch_impl
 from sidestream.ops.moe.triton_grouped import FP32_PARTIAL_TOKENS
-from sidestream.ops.moe.triton_tiles import EXPERT_TILES, MANY_ROWS, ONE_TOKEN, ExpertTiles
+from sidestream.ops.moe.triton_tiles import EXPERT_TILES, MANY_ROWS, ONE_TOKEN, ExpertTiles, Roles
 from tests.tolerances import BF16_OUTPUT, FP32_GEMM, FP32_ROUNDING
 
 pytestmark = pytest.mark.gpu
@@ -167,6 +167,36 @@ def test_every_way_of_launching(
         graph.replay()
         for got, (x, named) in zip(out, inputs, strict=True):
             assert_near_fp32(got, x, w13, w2, named)
+
+
+@pytest.mark.parametrize("roles", [Roles(2, 4), Roles(3, 3)])
+@pytest.mark.parametrize("tokens", [65, 700, 1500])
+def test_products_by_warps_with_roles(w13: torch.Tensor, w2: torch.Tensor, tokens: int, roles: Roles) -> None:
+    """Rows with gaps between them, padding rows, an expert of many blocks, one that nobody chose; twice in a graph."""
+    from sidestream.ops.moe import triton_grouped
+
+    wide, named = draw(tokens, HIDDEN + 8), chosen(tokens)
+    x = wide[:, :HIDDEN]
+    named["ids"][named["ids"] == 11] = 12
+    named["ids"][: tokens // 2, 0] = 3
+    named["ids"][-2:], named["weights"][-2:] = -1, torch.nan
+    kept13, kept2 = w13[11].clone(), w2[11].clone()
+    w13[11], w2[11] = torch.nan, torch.nan
+
+    def run() -> torch.Tensor:
+        return triton_grouped.experts(x, w13, w2, **named, swiglu_limit=LIMIT, tiles=MANY_ROWS.with_roles(roles))
+
+    graph, out = replayed(run)
+    graph.replay()
+    first = out.clone()
+    out.fill_(torch.nan)
+    graph.replay()
+    w13[11], w2[11] = kept13, kept2
+    assert torch.equal(out, first)
+    assert_near_fp32(out, x, w13, w2, named)
+    others = [t for t in range(tokens) if t != 3]
+    x[others] = torch.nan
+    assert torch.equal(run()[3], out[3])
 
 
 @pytest.mark.parametrize("tokens", [5, 16, 40, 300])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sidestream.ops.moe import reference, triton_grouped, triton_one_token, triton_route, triton_swiglu
+from sidestream.ops.moe import reference, triton_grouped, triton_one_token, triton_plan, triton_route, triton_swiglu
 from sidestream.ops.moe.triton_tiles import EXPERT_TILES, ExpertTiles, RouterTiles, Tiles, dividing, expert_tiles
 from tests.ops.moe.test_moe import random_choice, random_experts, random_router, with_shared
 from tests.ops.triton_mode import DEVICE
@@ -181,24 +181,49 @@ def test_bits_of_a_row_depend_on_the_row_alone() -> None:
     assert bool(got[moved].isnan().all())
 
 
-@pytest.mark.parametrize(("pairs", "num_experts", "rows"), [(3, 8, 16), (41, 5, 16), (1300, 3, 32)])
-def test_plan_places_every_pair_once(pairs: int, num_experts: int, rows: int) -> None:
-    ids = torch.randint(0, num_experts, (pairs,))
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize(("pairs", "num_experts", "rows"), [(3, 8, 16), (41, 5, 16), (1300, 3, 32), (9217, 21, 192)])
+def test_plan_places_every_pair_once(
+    pairs: int, num_experts: int, rows: int, counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_plan, "COUNTED_PAIRS", 0 if counted else pairs)
+    empty = torch.empty
+
+    def poisoned(*sizes: int, **named: Any) -> torch.Tensor:
+        return empty(*sizes, **named).fill_(77_777_777)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    ids = torch.randint(0, num_experts, (pairs, 1))
     ids[ids == 1] = 2  # one expert without pairs
     ids[1] = -1
     num_blocks = (pairs + min(num_experts, pairs) * (rows - 1)) // rows
-    order = torch.full((num_blocks * rows,), 77_777_777, dtype=torch.int32, device=DEVICE)
-    block_expert = torch.full((num_blocks,), 99, dtype=torch.int32, device=DEVICE)
-    sizes = {"ROWS": rows, "BINS": 16, "CHUNK": min(1024, max(32, 1 << (pairs - 1).bit_length())), "PDL": False}
-    triton_grouped._plan[(num_experts,)](ids.to(DEVICE), order, block_expert, pairs, num_experts, num_blocks, **sizes)
+    order, block_expert = triton_plan.plan(
+        ids.to(DEVICE), num_experts=num_experts, rows=rows, blocks=num_blocks, pdl=False
+    )
     want: list[tuple[int, list[int]]] = []
     for expert in range(num_experts):
-        own = torch.nonzero(ids == expert).flatten().tolist()
+        own = torch.nonzero(ids == expert)[:, 0].tolist()
         own += [-1] * (-len(own) % rows)
         want += [(expert, own[first : first + rows]) for first in range(0, len(own), rows)]
     got = list(zip(block_expert.tolist(), order.view(num_blocks, rows).tolist(), strict=True))
     assert got[: len(want)] == want
     assert [expert for expert, _ in got[len(want) :]] == [-1] * (num_blocks - len(want))
+
+
+@pytest.mark.parametrize("rows", [64, 192])
+def test_rows_are_arranged_in_the_order_of_the_plan(rows: int) -> None:
+    x = torch.randn(50, 70).bfloat16()[:, :64]
+    ids = torch.rand(50, 7).argsort(dim=1)[:, :3]
+    ids[ids == 4] = 2
+    ids[7] = -1
+    num_blocks = (150 + 7 * (rows - 1)) // rows
+    order, block_expert = triton_plan.plan(ids.to(DEVICE), num_experts=7, rows=rows, blocks=num_blocks, pdl=False)
+    arranged = torch.full((num_blocks * rows, 64), 7.0, dtype=torch.bfloat16, device=DEVICE)
+    triton_plan.arrange(x.to(DEVICE), order, block_expert, top_k=3, into=arranged)
+    pair = order.cpu().view(num_blocks, rows).where(block_expert.cpu()[:, None] >= 0, -1).flatten()
+    assert int((pair >= 0).sum()) == 49 * 3
+    want = torch.where((pair >= 0)[:, None], x[pair.clamp(min=0) // 3], 7.0)
+    assert torch.equal(arranged.cpu(), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,113 @@
+"""Experts at the sizes of prompts on a GPU: the table's products and those by warps with roles, kernel by kernel.
+
+    PYTHONPATH=. python benchmarks/kernels/bench_moe_prompts.py OUT.json [--tokens 1024 8192]
+
+Each variant is checked against fp32, then timed in graphs as ``bench_moe.py`` does; the table is timed before and after
+the others, since a device under load slows down. Kernels of one call are printed in the order of their start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+
+import torch
+
+from benchmarks.kernels.bench_moe import (
+    FLOP_PER_US,
+    HIDDEN,
+    INNER,
+    LIMIT,
+    TOP_K,
+    Report,
+    Shape,
+    choices,
+    draw,
+    error_of,
+    in_fp32,
+)
+from benchmarks.kernels.results import keep, out_file
+from sidestream.ops.moe import triton_grouped
+from sidestream.ops.moe.triton_tiles import ExpertTiles, Roles, expert_tiles
+
+EXPERTS = 64
+ROLES = (Roles(2, 4), Roles(3, 3))
+
+
+def variants(tokens: int) -> dict[str, ExpertTiles]:
+    table = expert_tiles(tokens, TOP_K, EXPERTS)
+    return {"table": table} | {str(roles): table.with_roles(roles) for roles in ROLES} | {"table again": table}
+
+
+def kernel_times(call: partial[torch.Tensor]) -> str:
+    """us of each kernel of one call."""
+    call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    events = [event for event in profile.events() if event.device_time > 0]
+    return ", ".join(f"{e.name[:20]} {e.device_time:.0f}" for e in sorted(events, key=lambda e: e.time_range.start))
+
+
+def compile_one(tiles: ExpertTiles) -> None:
+    """In a process of its own: fill Triton's cache on disk. One expert and a shared one are enough to compile for."""
+    x, w13, w2 = draw(1100, HIDDEN), draw(2, 2 * INNER, HIDDEN), draw(2, HIDDEN, INNER)
+    ids, weights = torch.zeros(1100, TOP_K, dtype=torch.int64, device="cuda"), torch.ones(1100, TOP_K, device="cuda")
+    try:
+        triton_grouped.experts(x, w13, w2, weights=weights, ids=ids, num_shared=1, swiglu_limit=LIMIT, tiles=tiles)
+        torch.cuda.synchronize()
+    except Exception as fault:  # noqa: BLE001  # reported when the variant is timed
+        print(f"{tiles}: {type(fault).__name__}: {str(fault)[:200]}", flush=True)
+
+
+def bench(report: Report, w13: torch.Tensor, w2: torch.Tensor, tokens: int) -> None:
+    sets = choices(tokens, EXPERTS, 2)
+    shape = Shape(f"experts {tokens}", 6 * HIDDEN * INNER * tokens * (TOP_K + 1) / FLOP_PER_US, 2, 4)
+    want = in_fp32(sets[0][0], w13, w2, *sets[0][1:])
+
+    def through(i: int, tiles: ExpertTiles) -> torch.Tensor:
+        x, weights, ids = sets[i]
+        return triton_grouped.experts(
+            x, w13, w2, weights=weights, ids=ids, num_shared=1, swiglu_limit=LIMIT, tiles=tiles
+        )
+
+    for name, tiles in variants(tokens).items():
+        call = partial(through, tiles=tiles)
+        report.add(shape, name, call, partial(lambda call: error_of(call(0), want), call))
+        row = report.rows[-1]
+        if "us" in row:
+            row["kernels"] = kernel_times(partial(call, 0))
+            first = call(0)
+            row["repeats"] = all(torch.equal(call(0), first) for _ in range(5))
+        print(f"{tokens} {name}: { ({key: row[key] for key in row if key not in ('shape', 'variant')}) }", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=out_file)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 8192])
+    options = parser.parse_args()
+    torch.manual_seed(1)
+    report, began = Report(out=options.out), time.monotonic()
+    tiles = dict.fromkeys(tiles for tokens in options.tokens for tiles in variants(tokens).values())
+    with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_one, tiles))
+    print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
+    with torch.inference_mode():
+        w13 = draw(EXPERTS + 1, 2 * INNER, HIDDEN, spread=HIDDEN**-0.5)
+        w2 = draw(EXPERTS + 1, HIDDEN, INNER, spread=INNER**-0.5)
+        for tokens in options.tokens:
+            bench(report, w13, w2, tokens)
+    made = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": report.rows}
+    keep(options.out, made)
+    for row in report.rows:
+        print(f"{row['shape']:>14} {row['variant']:<28} {row.get('us', row.get('fault', 'wrong'))}")
+    print(f"{made['device']}, {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""Products of the experts for prompts by warps with roles: one group feeds, the others multiply (Gluon, Hopper only).
+
+``triton_grouped`` lets every warp of a program fetch and multiply, and its tiles ask the L2 cache for 48 bytes a clock
+of each multiprocessor at full speed, more than that gives. Here a tile is 64 rows of each of two or three warpgroups
+times 256 weight rows, all of which come by the copy engine: with three groups 37 bytes a clock. Barriers in shared
+memory pass depths of 64 on, so the engine is up to ``stages`` ahead of the products, over the end of a tile as well:
+programs stay and take tile after tile. A group whose 64 rows hold no pair multiplies nothing.
+
+The engine cannot gather, so the rows of x are copied once in the order of the plan. Gluon has no interpreter: a GPU
+alone tests this whole.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Triton reads annotations as types of kernel arguments, so tensors and numbers stay without one.
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from sidestream.ops.moe.triton_plan import arrange
+from sidestream.ops.moe.triton_swiglu import clamped_swiglu
+from sidestream.ops.moe.triton_tiles import Roles
+
+_PROGRAMS = 132
+"""One a multiprocessor of an H100 or H200."""
+_TILE = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+_RESULT = gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16)
+
+
+def partial_sums(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    where: tuple[torch.Tensor, torch.Tensor, int, int, int, int],
+    *,
+    blocks: int,
+    top_k: int,
+    swiglu_limit: float | None,
+    roles: Roles,
+) -> torch.Tensor:
+    """Each pair's row of x [T, H] bf16 through its expert: [pairs, H], shared experts' pairs last.
+
+    Arguments are as ``triton_grouped`` makes them, for blocks of ``roles.rows``; H is a multiple of 256, the inner size
+    of 128.
+    """
+    order, block_expert, T, routed_blocks, _, num_experts = where
+    H, inner = w2.shape[1:]
+    assert H % 256 == 0, f"hidden size {H} is no multiple of 256"
+    assert inner % 128 == 0, f"inner size {inner} is no multiple of 128"
+    if x.stride(0) % 8 or x.data_ptr() % 16:  # the copy engine reads lines of 16 bytes
+        x = x.contiguous()
+    pairs, arranged_rows = T * (top_k + w2.shape[0] - num_experts), routed_blocks * roles.rows
+    scratch = torch.empty(max(pairs, arranged_rows), H, dtype=x.dtype, device=x.device)
+    arranged, partial = scratch[:arranged_rows], scratch[:pairs]  # nobody reads the first when the second is written
+    arrange(x, order, block_expert, top_k=top_k, into=arranged)
+    hidden = torch.empty(blocks * roles.rows, inner, dtype=x.dtype, device=x.device)
+    dense = _described(x, 64)
+    for source, weights, target, gated in (
+        (arranged, w13.view(-1, H), _described(hidden, 64, _RESULT), True),
+        (hidden, w2.view(-1, inner), partial, False),
+    ):
+        parts = inner // 128 if gated else H // 256
+        products[(min(_PROGRAMS, blocks * parts),)](
+            _described(source, 64),
+            dense,
+            _described(weights, 128),
+            target,
+            *where,
+            blocks,
+            float(swiglu_limit or 0.0),
+            top_k=top_k,
+            parts=parts,
+            depth=source.shape[1],
+            groups=roles.groups,
+            stages=roles.stages,
+            gated=gated,
+            limited=swiglu_limit is not None,
+            num_warps=4,
+        )
+    return partial
+
+
+def _described(matrix: torch.Tensor, rows: int, layout: gl.NVMMASharedLayout = _TILE) -> TensorDescriptor:
+    """For copies of ``rows`` by 64 columns, or 128 in the layout of results."""
+    columns = 64 if layout is _TILE else 128
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], layout)
+
+
+@gluon.jit
+def _expert_of(block, plan):
+    """-1: the block is not needed."""
+    _, block_expert, _, routed_blocks, shared_blocks, num_experts, _ = plan
+    if block < routed_blocks:
+        expert = gl.load(block_expert + block)
+    else:
+        expert = num_experts + (block - routed_blocks) // shared_blocks
+    return expert
+
+
+@gluon.jit
+def _feed(sources, memory, barriers, plan, kinds):
+    """Bring each stage of each tile: ``groups`` times 64 rows, and two halves of the weight rows."""
+    arranged, dense, weights = sources
+    rows, columns = memory
+    full, empty = barriers
+    _, _, _, routed_blocks, shared_blocks, _, blocks = plan
+    parts, depth, groups, stages, gated = kinds
+    stage = 0
+    turn = 1
+    for tile in range(gl.program_id(0), blocks * parts, gl.num_programs(0)):
+        block = tile // parts
+        expert = _expert_of(block, plan)
+        if expert >= 0:
+            if gated:
+                first = expert * (2 * parts * 128) + tile % parts * 128
+                second = first + parts * 128
+            else:
+                first = (expert * parts + tile % parts) * 256
+                second = first + 128
+            row = block * (groups * 64)
+            if gated:
+                shared_row = (block - routed_blocks) % shared_blocks * (groups * 64)
+            for k in range(0, depth, 64):
+                mbarrier.wait(empty.index(stage), turn)
+                ready = full.index(stage)
+                mbarrier.expect(ready, (groups * 64 + 256) * 64 * 2)
+                for group in gl.static_range(groups):
+                    target = rows.index(stage * groups + group)
+                    if gated:
+                        if block < routed_blocks:
+                            tma.async_copy_global_to_shared(arranged, [row + group * 64, k], ready, target)
+                        else:
+                            tma.async_copy_global_to_shared(dense, [shared_row + group * 64, k], ready, target)
+                    else:
+                        tma.async_copy_global_to_shared(arranged, [row + group * 64, k], ready, target)
+                tma.async_copy_global_to_shared(weights, [first, k], ready, columns.index(stage * 2))
+                tma.async_copy_global_to_shared(weights, [second, k], ready, columns.index(stage * 2 + 1))
+                stage = (stage + 1) % stages
+                turn = turn ^ (stage == 0).to(gl.int32)
+
+
+@gluon.jit
+def _halves(total):
+    """[64, 256] as two [64, 128]: every thread has its part of both."""
+    return total.reshape([64, 2, 128]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _multiply(target, memory, barriers, plan, kinds, limit, mine):
+    """The products of 64 rows of each tile, to their end: SwiGLU and ``hidden``, or ``partial`` by pair."""
+    rows, columns, staged = memory
+    full, empty = barriers
+    order, _, tokens, routed_blocks, shared_blocks, _, blocks = plan
+    parts, depth, groups, stages, gated = kinds
+    group, top_k, limited = mine
+    width: gl.constexpr = 256 if groups == 2 else 128
+    products: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+    by_row: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    stage = 0
+    turn = 0
+    for tile in range(gl.program_id(0), blocks * parts, gl.num_programs(0)):
+        block = tile // parts
+        expert = _expert_of(block, plan)
+        if expert >= 0:
+            slot = (block * groups + group) * 64
+            shared_row = ((block - routed_blocks) % shared_blocks * groups + group) * 64
+            if block < routed_blocks:
+                used = gl.load(order + slot) >= 0
+            else:
+                used = shared_row < tokens
+            if used:
+                total = gl.zeros([64, 256], gl.float32, layout=products)
+                last = stage
+                for step in range(depth // 64):
+                    mbarrier.wait(full.index(stage), turn)
+                    row = rows.index(stage * groups + group)
+                    column = columns.index(stage).permute((1, 0))
+                    total = warpgroup_mma(row, column, total, is_async=True)
+                    total = warpgroup_mma_wait(1, [total])
+                    mbarrier.arrive(empty.index(last), count=1, pred=step > 0)
+                    last = stage
+                    stage = (stage + 1) % stages
+                    turn = turn ^ (stage == 0).to(gl.int32)
+                total = warpgroup_mma_wait(0, [total])
+                mbarrier.arrive(empty.index(last), count=1)
+                if gated:
+                    gate, up = _halves(total)
+                    value = clamped_swiglu(gate, up, limit, limited).to(gl.bfloat16)
+                    tma.store_wait(0)
+                    gl.thread_barrier()
+                    staged.store(value)
+                    fence_async_shared()
+                    gl.thread_barrier()
+                    tma.async_copy_shared_to_global(target, [slot, tile % parts * 128], staged)
+                else:
+                    member = gl.arange(0, 64, layout=gl.SliceLayout(1, by_row))
+                    if block < routed_blocks:
+                        pair = gl.load(order + slot + member)
+                    else:
+                        token = shared_row + member
+                        shared = (block - routed_blocks) // shared_blocks
+                        pair = gl.where(token < tokens, tokens * (top_k + shared) + token, -1)
+                    at = tile % parts * 256 + gl.arange(0, 128, layout=gl.SliceLayout(0, by_row))
+                    lines = target + pair.to(gl.int64)[:, None] * (parts * 256) + at[None, :]
+                    left, right = _halves(total.to(gl.bfloat16))
+                    gl.thread_barrier()
+                    staged.store(left)
+                    gl.thread_barrier()
+                    gl.store(lines, staged.load(by_row), mask=(pair >= 0)[:, None])
+                    gl.thread_barrier()
+                    staged.store(right)
+                    gl.thread_barrier()
+                    gl.store(lines + 128, staged.load(by_row), mask=(pair >= 0)[:, None])
+            else:
+                for _ in range(depth // 64):
+                    mbarrier.wait(full.index(stage), turn)
+                    mbarrier.arrive(empty.index(stage), count=1)
+                    stage = (stage + 1) % stages
+                    turn = turn ^ (stage == 0).to(gl.int32)
+    if gated:
+        tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["tokens", "routed_blocks", "shared_blocks", "num_experts", "blocks"])
+def products(
+    arranged,
+    dense,
+    weights,
+    target,
+    order,
+    block_expert,
+    tokens,
+    routed_blocks,
+    shared_blocks,
+    num_experts,
+    blocks,
+    limit,
+    top_k: gl.constexpr,
+    parts: gl.constexpr,
+    depth: gl.constexpr,
+    groups: gl.constexpr,
+    stages: gl.constexpr,
+    gated: gl.constexpr,
+    limited: gl.constexpr,
+):
+    """Rows of ``arranged`` [blocks * groups * 64, depth] (those of shared experts from ``dense`` [tokens, depth] where
+    ``gated``) times their experts' ``weights`` [experts * rows, depth], ``parts`` tiles of 256 weight rows an expert.
+
+    ``target``: a descriptor of hidden [blocks * groups * 64, parts * 128], or partial [pairs, parts * 256].
+    Rows of ``hidden`` without a pair are written where their group has one, and mean nothing.
+    """
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+    result: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16)
+    rows = gl.allocate_shared_memory(gl.bfloat16, [stages * groups, 64, 64], tile)
+    halves = gl.allocate_shared_memory(gl.bfloat16, [stages * 2, 128, 64], tile)
+    columns = halves._reinterpret(gl.bfloat16, [stages, 256, 64], tile)
+    staged = gl.allocate_shared_memory(gl.bfloat16, [groups, 64, 128], result)
+    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(stages):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=groups)
+    fence_async_shared()
+    gl.thread_barrier()
+    plan = (order, block_expert, tokens, routed_blocks, shared_blocks, num_experts, blocks)
+    kinds: gl.constexpr = (parts, depth, groups, stages, gated)
+    barriers = (full, empty)
+    mine_0: gl.constexpr = (0, top_k, limited)
+    mine_1: gl.constexpr = (1, top_k, limited)
+    mine_2: gl.constexpr = (2, top_k, limited)
+    if groups == 3:
+        gl.warp_specialize(
+            [
+                (_multiply, (target, (rows, columns, staged.index(0)), barriers, plan, kinds, limit, mine_0)),
+                (_multiply, (target, (rows, columns, staged.index(1)), barriers, plan, kinds, limit, mine_1)),
+                (_multiply, (target, (rows, columns, staged.index(2)), barriers, plan, kinds, limit, mine_2)),
+                (_feed, ((arranged, dense, weights), (rows, halves), barriers, plan, kinds)),
+            ],
+            [4, 4, 4],
+            [160, 160, 32],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (target, (rows, columns, staged.index(0)), barriers, plan, kinds, limit, mine_0)),
+                (_multiply, (target, (rows, columns, staged.index(1)), barriers, plan, kinds, limit, mine_1)),
+                (_feed, ((arranged, dense, weights), (rows, halves), barriers, plan, kinds)),
+            ],
+            [4, 4],
+            [232, 40],
+        )
