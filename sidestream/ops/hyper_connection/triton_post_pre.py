@@ -1,9 +1,9 @@
-"""New hyper-connection streams and the next collapse of a row or two in two Triton kernels: one mixes and multiplies.
+"""New hyper-connection streams and the next collapse in two Triton kernels: one mixes and multiplies.
 
-A program of the first takes a row and a share of the columns of all four streams: it mixes them, writes them, and
-multiplies what it wrote with its share of ``fn``, so that streams are read once and a launch is saved between two
-sublayers. The second is that of ``triton_pre``. Floor: ``fn`` (1.6 MB), 0.4 us; two launches and latencies of about 2
-us. Expected: 5 us at batch 1.
+A program of the first takes a row, or a block of rows on matrix units, and a share of the columns of all four streams:
+it mixes them, writes them, and multiplies what it wrote with its share of ``fn``, so that streams are read once and a
+launch is saved between two sublayers. The second is that of ``triton_pre``. Floor: ``fn`` (1.6 MB) and 88 KB a row, 0.4
+us at batch 1 and 1.7 at 64; two launches and latencies of about 2 us. Expected: 5 us at batch 1, 6.5 at 64.
 
 A row's streams are those of ``triton_post``, bit for bit; the collapse sums its shares in another order than
 ``triton_pre``.
@@ -11,22 +11,31 @@ A row's streams are those of ``triton_post``, bit for bit; the collapse sums its
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.ops.hyper_connection import triton_post, triton_pre
-from sidestream.ops.hyper_connection.triton_post import new_stream
+from sidestream.ops.hyper_connection.triton_post import new_stream, rounded
 from sidestream.ops.hyper_connection.triton_pre import COLUMNS, Launch
 
 MOST_ROWS = 2
-"""More share a program's ``fn`` on matrix units, whose tiles this kernel would have to turn first."""
+"""More are mixed in one kernel and multiplied in another."""
+SHALLOWEST = 16
+"""Elements that matrix units multiply at once."""
 
 
-def launch_for(hidden: int) -> Launch:
+def launch_for(rows: int, hidden: int) -> Launch:
     """``depth`` is that of a share, a quarter of it from each stream."""
-    return Launch(block=1, shares=64, depth=hidden // 16, warps=4, finish_warps=4, overlap=True, early=True)
+    if rows <= 2:
+        return Launch(block=1, shares=64, depth=hidden // 16, warps=4, finish_warps=4, overlap=True, early=True)
+    block = 16 if rows <= 16 else 64
+    return Launch(
+        block=block, shares=128, depth=hidden // 32, warps=4, finish_warps=4, overlap=True, early=True, factors=True
+    )
 
 
 def takes(
@@ -35,12 +44,13 @@ def takes(
     """Whether the kernels run these: what ``triton_post`` and ``triton_pre`` take, in few rows of suitable width."""
     T, _, H = streams.shape
     both = triton_post.takes(streams, output) and triton_pre.takes(streams, fn, base, norm_weight)
-    return both and T <= MOST_ROWS and _fits(H, launch_for(H))
+    return both and T <= MOST_ROWS and _fits(H, launch_for(T, H))
 
 
 def _fits(hidden: int, launch: Launch) -> bool:
     width = hidden // launch.shares
-    return launch.block == 1 and hidden % launch.shares == 0 and launch.depth == 4 * width and width & (width - 1) == 0
+    whole = hidden % launch.shares == 0 and launch.depth == 4 * width and width & (width - 1) == 0
+    return whole and (launch.block == 1 or launch.depth >= SHALLOWEST)
 
 
 def hyper_connection_post_pre(
@@ -60,30 +70,21 @@ def hyper_connection_post_pre(
     """As ``torch_impl.hyper_connection_post_pre``; for what ``takes`` allows. All results are contiguous."""
     T, _, H = streams.shape
     if launch is None:
-        launch = launch_for(H)
+        launch = launch_for(T, H)
     assert _fits(H, launch), f"streams of {H} in {launch}"
-    early = launch.early and isinstance(_mix_and_multiply, triton.JITFunction)
+    compiled = isinstance(_mix_and_multiply, triton.JITFunction)  # else interpreted, which has no bf16 products
+    early, fast = launch.early and compiled, compiled and streams.dtype == torch.bfloat16
     out = torch.empty_like(streams)
     partials = torch.empty(T, launch.shares, COLUMNS, dtype=torch.float32, device=streams.device)
-    _mix_and_multiply[(T, launch.shares)](
-        streams,
-        output,
-        post,
-        mix,
-        fn,
-        out,
-        partials,
-        output.stride(0),
-        post.stride(0),
-        post.stride(1),
-        *mix.stride(),
-        H=H,
-        SHARES=launch.shares,
-        WIDTH=H // launch.shares,
-        EARLY=early,
-        num_warps=launch.warps,
-        **({"launch_pdl": True} if early else {}),
-    )
+    tensors = (streams, output, post, mix, fn, out, partials)
+    strides = (output.stride(0), post.stride(0), post.stride(1), *mix.stride())
+    cut: dict[str, Any] = {"H": H, "SHARES": launch.shares, "WIDTH": H // launch.shares, "FAST": fast, "EARLY": early}
+    options: dict[str, Any] = {"num_warps": launch.warps, **({"launch_pdl": True} if early else {})}
+    if launch.block == 1:
+        _mix_and_multiply[(T, launch.shares)](*tensors, *strides, **cut, **options)
+    else:
+        grid = (triton.cdiv(T, launch.block), launch.shares)
+        _mix_and_multiply_rows[grid](*tensors, *strides, T, BLOCK=launch.block, **cut, **options)
     collapsed = triton_pre.finish(
         out,
         partials,
@@ -116,6 +117,7 @@ def _mix_and_multiply(
     H: tl.constexpr,
     SHARES: tl.constexpr,
     WIDTH: tl.constexpr,
+    FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """out as ``triton_post`` has it, and partials[row, share] as ``triton_pre`` has them, of WIDTH columns a stream."""
@@ -142,10 +144,10 @@ def _mix_and_multiply(
     given = tl.load(output + row * output_row + h).to(tl.float32)
     mix += row * mix_row
     post += row * post_row
-    n0 = new_stream(x0, x1, x2, x3, given, mix, post, mix_from, out)
-    n1 = new_stream(x0, x1, x2, x3, given, mix + mix_to, post + post_stream, mix_from, out)
-    n2 = new_stream(x0, x1, x2, x3, given, mix + 2 * mix_to, post + 2 * post_stream, mix_from, out)
-    n3 = new_stream(x0, x1, x2, x3, given, mix + 3 * mix_to, post + 3 * post_stream, mix_from, out)
+    n0 = new_stream(x0, x1, x2, x3, given, mix, post, mix_from, out, FAST)
+    n1 = new_stream(x0, x1, x2, x3, given, mix + mix_to, post + post_stream, mix_from, out, FAST)
+    n2 = new_stream(x0, x1, x2, x3, given, mix + 2 * mix_to, post + 2 * post_stream, mix_from, out, FAST)
+    n3 = new_stream(x0, x1, x2, x3, given, mix + 3 * mix_to, post + 3 * post_stream, mix_from, out, FAST)
     written = out + row * (4 * H) + h
     tl.store(written, n0)
     tl.store(written + H, n1)
@@ -156,3 +158,83 @@ def _mix_and_multiply(
     summed = (f0 * w0[None, :] + f1 * w1[None, :]) + (f2 * w2[None, :] + f3 * w3[None, :])
     result = tl.where(column == 24, square, tl.sum(summed, axis=1))
     tl.store(partials + (row * SHARES + share) * 32 + column, result)
+
+
+@triton.jit(do_not_specialize=["T"])  # type: ignore[untyped-decorator]
+def _mix_and_multiply_rows(
+    streams: tl.tensor,
+    output: tl.tensor,
+    post: tl.tensor,
+    mix: tl.tensor,
+    fn: tl.tensor,
+    out: tl.tensor,
+    partials: tl.tensor,
+    output_row: tl.tensor,
+    post_row: tl.tensor,
+    post_stream: tl.tensor,
+    mix_row: tl.tensor,
+    mix_to: tl.tensor,
+    mix_from: tl.tensor,
+    T: tl.tensor,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHARES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FAST: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """``_mix_and_multiply`` of BLOCK rows on matrix units. With ``FAST`` a factor is three bf16 terms, as in
+    ``triton_pre.multiplied``."""
+    if EARLY:
+        gdc_launch_dependents()
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    share = tl.program_id(1)
+    h = share * WIDTH + tl.arange(0, WIDTH)
+    column = tl.arange(0, 32)
+    k = tl.arange(0, 4 * WIDTH)
+    factor_at = fn + (k // WIDTH * H + share * WIDTH + k % WIDTH)[:, None] + column[None, :] * (4 * H)
+    # fn never changes, so it need not wait for the kernel before.
+    factor = tl.load(factor_at, mask=(column < 24)[None, :] & (k >= 0)[:, None], other=0.0)
+    if FAST:
+        high = rounded(factor, out, FAST)
+        rest = factor - high
+        middle = rounded(rest, out, FAST)
+        low = (rest - middle).to(tl.bfloat16)
+        high, middle = high.to(tl.bfloat16), middle.to(tl.bfloat16)
+    if EARLY:
+        gdc_wait()
+    there = row < T
+    known = tl.minimum(row, T - 1).to(tl.int64)[:, None]
+    x = streams + known * (4 * H) + h[None, :]
+    x0 = tl.load(x).to(tl.float32)
+    x1 = tl.load(x + H).to(tl.float32)
+    x2 = tl.load(x + 2 * H).to(tl.float32)
+    x3 = tl.load(x + 3 * H).to(tl.float32)
+    given = tl.load(output + known * output_row + h[None, :]).to(tl.float32)
+    mix += known * mix_row
+    post += known * post_row
+    n0 = new_stream(x0, x1, x2, x3, given, mix, post, mix_from, out, FAST)
+    n1 = new_stream(x0, x1, x2, x3, given, mix + mix_to, post + post_stream, mix_from, out, FAST)
+    n2 = new_stream(x0, x1, x2, x3, given, mix + 2 * mix_to, post + 2 * post_stream, mix_from, out, FAST)
+    n3 = new_stream(x0, x1, x2, x3, given, mix + 3 * mix_to, post + 3 * post_stream, mix_from, out, FAST)
+    written = out + known * (4 * H) + h[None, :]
+    tl.store(written, n0, mask=there[:, None])
+    tl.store(written + H, n1, mask=there[:, None])
+    tl.store(written + 2 * H, n2, mask=there[:, None])
+    tl.store(written + 3 * H, n3, mask=there[:, None])
+    w0, w1, w2, w3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
+    square = tl.sum((w0 * w0 + w1 * w1) + (w2 * w2 + w3 * w3), axis=1)
+    at = partials + (row * SHARES + share) * 32
+    last = tl.arange(0, 8)
+    tl.store(at[:, None] + 24 + last[None, :], tl.where(last[None, :] == 0, square[:, None], 0.0), mask=there[:, None])
+    tile = tl.join(tl.join(n0, n2), tl.join(n1, n3)).permute(0, 2, 3, 1).reshape(BLOCK, 4 * WIDTH)
+    nothing = tl.zeros((BLOCK, 32), dtype=tl.float32)
+    if FAST:
+        # Nothing: it keeps the compiler from mixing streams a second time, in the layout of the products.
+        tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tl.bfloat16, is_pure=False, pack=2)
+        products = tl.dot(tile, low, nothing) + tl.dot(tile, middle, nothing)
+        products += tl.dot(tile, high, nothing)
+    else:
+        products = tl.dot(tile.to(tl.float32), factor, nothing, input_precision="ieee")
+    kept = there[:, None] & (column < 24)[None, :]
+    tl.store(at[:, None] + column[None, :], products, mask=kept)

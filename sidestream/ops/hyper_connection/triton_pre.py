@@ -41,6 +41,7 @@ class Launch:
         overlap: start the second kernel while the first runs (programmatic dependent launch); it waits before it reads
             what the first writes.
         early: start the first kernel, likewise, while the kernel before it ends.
+        factors: Sinkhorn iterates factors of rows and columns rather than the matrix.
     """
 
     block: int
@@ -51,6 +52,7 @@ class Launch:
     sinkhorn_rows: int = 1
     overlap: bool = False
     early: bool = False
+    factors: bool = False
 
 
 def launch_for(rows: int, width: int) -> Launch:
@@ -155,6 +157,7 @@ def finish(
         SHARES=launch.shares,
         ROWS=launch.sinkhorn_rows,
         ITERS=iters,
+        FACTORS=launch.factors,
         OVERLAP=overlap,
         FRESH=fresh,
         FAST=compiled,
@@ -267,6 +270,7 @@ def _finish(
     SHARES: tl.constexpr,
     ROWS: tl.constexpr,
     ITERS: tl.constexpr,
+    FACTORS: tl.constexpr,
     OVERLAP: tl.constexpr,
     FRESH: tl.constexpr,
     FAST: tl.constexpr,
@@ -280,7 +284,7 @@ def _finish(
     if program < iterating:
         if OVERLAP:
             gdc_wait()
-        spread(partials, base, bias, post, mix, norm_eps, eps, T, 4 * H, SHARES, ROWS, ITERS, FAST)
+        spread(partials, base, bias, post, mix, norm_eps, eps, T, 4 * H, SHARES, ROWS, ITERS, FACTORS, FAST)
     else:
         row = (program - iterating).to(tl.int64)
         h = tl.arange(0, BLOCK)

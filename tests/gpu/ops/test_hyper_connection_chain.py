@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from sidestream.ops.hyper_connection import hyper_connection_post, hyper_connection_post_pre, reference, triton_post_pre
+from sidestream.ops.hyper_connection import (
+    hyper_connection_post,
+    hyper_connection_post_pre,
+    reference,
+    triton_post,
+    triton_post_pre,
+)
 from tests.tolerances import BF16_STEPS, FP32_GEMM
 
 pytestmark = pytest.mark.gpu
@@ -50,11 +56,24 @@ def test_both_at_once_are_one_after_the_other(rows: int) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=FP32_GEMM)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [3, 16, 17, 64, 100])
+def test_blocks_of_rows_are_mixed_as_rows_alone(rows: int) -> None:
+    made, (streams, output, post, mix) = site(), given(rows)
+    launch = triton_post_pre.launch_for(rows, HIDDEN)
+    got = triton_post_pre.hyper_connection_post_pre(streams, output, post, mix=mix, **made, **SETTINGS, launch=launch)
+    assert torch.equal(got[0], triton_post.hyper_connection_post(streams, output, post, mix=mix))
+    want = reference.hyper_connection_pre(got[0], **made, **SETTINGS)
+    error = (got[1].float() - want[0].float()).norm() / want[0].float().norm()
+    assert float(error) < BF16_STEPS
+    for a, b in zip(got[2:], want[1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=FP32_GEMM)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 33, 64, 100])
 def test_overlapping_launches_of_a_chain_change_nothing(rows: int) -> None:
     """Each call reads what the one before it wrote, in memory that replays use again: running ahead would show."""
     sites, first = [site() for _ in range(6)], given(rows)
-    launch = triton_post_pre.launch_for(HIDDEN)
+    launch = triton_post_pre.launch_for(rows, HIDDEN)
 
     def chain(overlap: bool) -> torch.Tensor:
         streams, output, post, mix = first

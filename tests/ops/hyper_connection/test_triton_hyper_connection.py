@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,17 @@ from tests.tolerances import BF16_STEPS, FP32_ROUNDING
 ONE_ROW = Launch(block=16, shares=4, depth=16, warps=4, finish_warps=4)
 ALONE = Launch(block=1, shares=8, depth=32, warps=4, finish_warps=4)
 MANY_ROWS = Launch(block=16, shares=2, depth=64, warps=4, finish_warps=4, sinkhorn_rows=8)
+FACTORS = replace(ONE_ROW, factors=True)
+MANY_FACTORS = replace(MANY_ROWS, factors=True)
 BF16 = 2 * BF16_STEPS if INTERPRETED else BF16_STEPS
 """The collapse, its norm and the weight round in turn; the interpreter cuts off instead."""
+LAUNCHES = {
+    ONE_ROW: "one row",
+    ALONE: "row by row",
+    MANY_ROWS: "many rows",
+    FACTORS: "one row by factors",
+    MANY_FACTORS: "many rows by factors",
+}
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -31,7 +41,7 @@ def inputs(tokens: int, hidden: int, dtype: torch.dtype, *, spread: float = 1.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("launch", [ONE_ROW, ALONE, MANY_ROWS], ids=["one row", "row by row", "many rows"])
+@pytest.mark.parametrize("launch", LAUNCHES, ids=LAUNCHES.values())
 @pytest.mark.parametrize(("tokens", "hidden", "spread"), [(1, 24, 1.0), (3, 32, 8.0), (9, 40, 1.0)])
 def test_pre_equals_the_formula(tokens: int, hidden: int, spread: float, launch: Launch, dtype: torch.dtype) -> None:
     made = inputs(tokens, hidden, dtype, spread=spread)
@@ -49,13 +59,13 @@ def test_pre_equals_the_formula(tokens: int, hidden: int, spread: float, launch:
 def test_columns_are_normalised_last(iters: int) -> None:
     """And every sum has its eps, here a large one."""
     made = {**inputs(5, 16, torch.float32), "eps": 0.05, "iters": iters}
-    for launch in (ONE_ROW, MANY_ROWS):
+    for launch in (ONE_ROW, MANY_ROWS, FACTORS, MANY_FACTORS):
         got = triton_pre.hyper_connection_pre(**made, launch=launch)
         for a, b in zip(got, reference.hyper_connection_pre(**made), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=4 * FP32_ROUNDING)
 
 
-@pytest.mark.parametrize("launch", [ONE_ROW, ALONE, MANY_ROWS], ids=["one row", "row by row", "many rows"])
+@pytest.mark.parametrize("launch", LAUNCHES, ids=LAUNCHES.values())
 def test_garbage_in_one_row_stays_there(launch: Launch) -> None:
     made = inputs(6, 24, torch.float32)
     clean = triton_pre.hyper_connection_pre(**made, launch=launch)
@@ -97,14 +107,15 @@ def test_what_the_kernels_take() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", [1, 16], ids=["row by row", "blocks"])
 @pytest.mark.parametrize(("tokens", "hidden"), [(1, 64), (3, 128), (19, 64)])
-def test_post_and_the_next_pre_in_two_kernels(tokens: int, hidden: int, dtype: torch.dtype) -> None:
+def test_post_and_the_next_pre_in_two_kernels(tokens: int, hidden: int, block: int, dtype: torch.dtype) -> None:
     """Streams are those of the kernel that only mixes, bit for bit, and the collapse is theirs."""
     made = inputs(tokens, hidden, dtype)
     output = torch.randn(tokens, hidden + 4).to(DEVICE, dtype)[:, 3 : 3 + hidden]
     post = torch.rand(tokens, 9, device=DEVICE)[:, 2:6].unsqueeze(2)
     mix = torch.rand(4, tokens, 4, device=DEVICE).permute(1, 2, 0)
-    launch = Launch(block=1, shares=2, depth=2 * hidden, warps=4, finish_warps=4)
+    launch = Launch(block=block, shares=2, depth=2 * hidden, warps=4, finish_warps=4, factors=block > 1)
     streams = made.pop("streams")
     got = triton_post_pre.hyper_connection_post_pre(streams, output, post, mix=mix, **made, launch=launch)
     want = triton_post.hyper_connection_post(streams, output, post, mix=mix, launch=triton_post.Launch(32, 4))
@@ -116,11 +127,12 @@ def test_post_and_the_next_pre_in_two_kernels(tokens: int, hidden: int, dtype: t
         torch.testing.assert_close(a, b, rtol=0, atol=FP32_ROUNDING)
 
 
-def test_garbage_in_one_row_stays_there_across_both() -> None:
+@pytest.mark.parametrize("block", [1, 16], ids=["row by row", "blocks"])
+def test_garbage_in_one_row_stays_there_across_both(block: int) -> None:
     made = inputs(6, 64, torch.float32)
     streams, output = made.pop("streams"), torch.randn(6, 64, device=DEVICE)
     post, mix = torch.rand(6, 4, 1, device=DEVICE), torch.rand(6, 4, 4, device=DEVICE)
-    launch = Launch(block=1, shares=4, depth=64, warps=4, finish_warps=4)
+    launch = Launch(block=block, shares=4, depth=64, warps=4, finish_warps=4)
     clean = triton_post_pre.hyper_connection_post_pre(streams, output, post, mix=mix, **made, launch=launch)
     output[[0, 4]] = torch.nan
     dirty = triton_post_pre.hyper_connection_post_pre(streams, output, post, mix=mix, **made, launch=launch)
@@ -129,8 +141,12 @@ def test_garbage_in_one_row_stays_there_across_both() -> None:
 
 
 def test_what_both_at_once_take() -> None:
-    shares = triton_post_pre.launch_for(4096).shares
+    shares = triton_post_pre.launch_for(1, 4096).shares
     assert shares == 64
+    for rows in (1, 2, 3, 16, 17, 128):
+        launch = triton_post_pre.launch_for(rows, 4096)
+        assert launch.depth * launch.shares == 4 * 4096
+        assert launch.block == 1 or launch.depth >= triton_post_pre.SHALLOWEST
     # too many rows; columns that shares do not divide; a share that is no power of two
     for hidden, rows, taken in ((4096, 1, True), (4096, 64, False), (96, 1, False), (3 * shares, 1, False)):
         made = inputs(rows, hidden, torch.bfloat16)
