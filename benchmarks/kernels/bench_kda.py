@@ -1,11 +1,12 @@
 """Time KDA on a GPU, decode steps and prompts: every launch against the formula first, then a table.
 
-    PYTHONPATH=. python benchmarks/kernels/bench_kda.py [results.json]
+    PYTHONPATH=. python benchmarks/kernels/bench_kda.py [results.json] [--only decodes|prompts]
 
 The shape is GLM-5.3-Flash's: 64 heads of 128, bf16, fp32 state. Floor of a decode step: the state of each row read once
 and written once (8.4 MB) at 4.28 TB/s; times are medians of replayed graphs of 20 calls. Beside it stands what a kernel
-that only scales the states in place takes: nothing that reads and writes them all can be faster. Floor of a prompt's
-chunked product: see ``triton_chunked``; times are medians of eager calls.
+that only scales the states in place takes: nothing that reads and writes them all can be faster. "In a layer" is what a
+step adds to the two projections around it, which decide when it can start and what may start before it ends. Floor of a
+prompt's chunked product: see ``triton_chunked``; times are medians of eager calls.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -30,11 +32,13 @@ from sidestream.core.ring import plan_ring
 from sidestream.ops.kda import mixed_step, reference, torch_chunked, torch_impl, triton_chunked
 from sidestream.ops.kda.torch_impl import ForgetGate
 from sidestream.ops.kda.triton_decode import Launch, decode_step
-from sidestream.ops.linear import triton_linear
+from sidestream.ops.linear import linear, triton_linear
 from sidestream.ops.linear.launches import launch_for
 
-HEADS, DIM, WINDOW = 64, 128, 4
+HEADS, DIM, WINDOW, HIDDEN = 64, 128, 4, 4096
 BYTES_PER_S = 4.28e12
+IN_LAYER = (1, 8, 32, 64)
+"""Rows of a step that is also timed between projections."""
 BARS = {1: 8.0, 64: 1.1 * 125.4, 128: 1.1 * 250.9}
 """Microseconds of a decode step, from the convolution to the gated norm."""
 PROMPT, PROMPT_BAR_MS = 8192, 2.5
@@ -47,13 +51,13 @@ WORST = 0.02
 """Relative error in norm: bf16 results against fp32 ones."""
 
 SWEEP = [
-    Launch(True, rows=16),
-    Launch(True, rows=32),
-    Launch(True, rows=64),
-    Launch(True, rows=16, overlap=False),
-    Launch(True, rows=16, early=True),
-    Launch(False, rows=16, columns=32),
-    Launch(False, rows=16, columns=64),
+    Launch(True),
+    Launch(True, early=True),
+    Launch(True, early=True, ahead=True),
+    Launch(True, early=True, fused=True),
+    Launch(True, early=True, fused=True, warps=8),
+    Launch(True, early=True, fused=True, releases=True),
+    Launch(False),
 ]
 CHUNKS = [
     triton_chunked.Launch(),
@@ -138,17 +142,33 @@ def scale_states(made: dict[str, Any]) -> None:
 
 def check(launch: Launch) -> float:
     """Largest relative error of output and state, right behind a projection that lets this step start early."""
-    decode_step(**arguments(3, seed=2), launch=launch)  # compiled, so that the next one is not late
-    base = arguments(3, seed=1)
-    x = torch.randn(3, 256, device="cuda").bfloat16()
+    rows = 7
+    launch = replace(launch, share=3) if launch.fused else launch  # else a row a program; here 3, 3 and 1
+    decode_step(**arguments(rows, seed=2), launch=launch)  # compiled, so that the next one is not late
+    base = arguments(rows, seed=1)
+    x = torch.randn(rows, 256, device="cuda").bfloat16()
     weight = torch.randn(base["projected"].shape[1], 256, device="cuda").bfloat16() / 16
-    tiles = launch_for(3, *weight.shape)
+    tiles = launch_for(rows, *weight.shape)
     assert tiles is not None
     truth = on_cpu({**base, "projected": triton_linear.linear(x, weight, None, launch=tiles)})
     want = reference.decode_step(**truth)
     out = decode_step(**{**base, "projected": triton_linear.linear(x, weight, None, launch=tiles)}, launch=launch)
     assert torch.equal(base["conv_state"].cpu(), truth["conv_state"]), launch
     return max(error(out, want), error(base["state"][1:], truth["state"][1:]))
+
+
+def check_many(launch: Launch, rows: int) -> float:
+    """Largest relative error against the plain kernel, whose loads nobody ordered; twice the same bits."""
+    base, results = arguments(rows, seed=1), []
+    for tried in (Launch(ordered=False), launch, launch):
+        mine = {**base, **{name: base[name].clone() for name in ("state", "conv_state")}}
+        torch.cuda.synchronize()
+        out = decode_step(**mine, launch=tried)
+        results.append((out, mine["state"][1:], mine["conv_state"][WINDOW - 1 :]))
+    plain, first, second = results
+    if not all(map(torch.equal, first, second)):
+        return float("inf")
+    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(first, plain, strict=True))
 
 
 def prompt(tokens: int, heads: int, seed: int) -> tuple[dict[str, torch.Tensor], ForgetGate]:
@@ -208,7 +228,7 @@ def kernels(call: Callable[[], object]) -> dict[str, float]:
 
 
 def time_decodes(launches: list[Launch], results: dict[str, Any], until: float, path: Path | None) -> None:
-    for rows in (1, 64, 128, 8, 32, 16, 4, 2):
+    for rows in (64, 8, 32, 1, 16, 128, 4, 2):
         state_bytes = 8 * rows * HEADS * DIM * DIM
         floor = state_bytes / BYTES_PER_S * 1e6
         count = min(CALLS, max(2, int(L2_BYTES // (state_bytes // 2)) + 1))
@@ -219,15 +239,38 @@ def time_decodes(launches: list[Launch], results: dict[str, Any], until: float, 
             else:
                 times[str(launch)] = timed(lambda made, launch=launch: decode_step(**made, launch=launch), sets)
         parts = {"states scaled in place": timed(scale_states, sets)}
+        in_layer = time_in_layer(launches, sets) if rows in IN_LAYER else {}
         chosen = times.get(str(Launch(True)))
         results["shapes"][rows] = {"floor_us": floor, "bar_us": BARS.get(rows), "us": times, "parts_us": parts}
+        results["shapes"][rows]["in_layer_us"] = in_layer
         keep(path, results)
         bar = f"{BARS[rows]:.1f}" if rows in BARS else "-"
         now = f"{chosen:.2f}" if chosen is not None else "-"
         print(f"batch {rows}: floor {floor:.1f} us, bar {bar} us, as launched {now} us, {parts}")
         for name, value in sorted(times.items(), key=lambda item: item[1]):
-            print(f"  {value:8.2f} us  {value / floor:5.2f} x floor  {name}")
+            layer = f"{in_layer[name]:8.2f} us in a layer" if name in in_layer else ""
+            print(f"  {value:8.2f} us  {value / floor:5.2f} x floor {layer}  {name}")
         del sets
+
+
+def time_in_layer(launches: list[Launch], sets: list[dict[str, Any]]) -> dict[str, float]:
+    """Microseconds that each launch adds to the projections before and behind it."""
+    rows, columns = sets[0]["projected"].shape
+    x = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
+    weight = torch.randn(columns, HIDDEN, device="cuda").bfloat16() / HIDDEN**0.5
+    behind = torch.randn(HIDDEN, HEADS * DIM, device="cuda").bfloat16() / (HEADS * DIM) ** 0.5
+    mixed = torch.randn(rows, HEADS * DIM, device="cuda").bfloat16()
+
+    def projections(_made: dict[str, Any]) -> None:
+        linear(x, weight, None)
+        linear(mixed, behind, None)
+
+    def layer(made: dict[str, Any], launch: Launch) -> None:
+        projected = linear(x, weight, None)
+        linear(decode_step(**{**made, "projected": projected}, launch=launch), behind, None)
+
+    alone = timed(projections, sets)
+    return {str(one): timed(lambda made, one=one: layer(made, one), sets) - alone for one in launches}
 
 
 def time_prompts(launches: list[triton_chunked.Launch], results: dict[str, Any], path: Path | None) -> None:
@@ -249,7 +292,11 @@ def time_prompts(launches: list[triton_chunked.Launch], results: dict[str, Any],
     step = {**base, "projected": torch.randn(PROMPT, row, device="cuda").bfloat16(), "plan": plan, "decodes": 0}
     step |= {"start": torch.zeros(1, dtype=torch.int64, device="cuda"), "slots": torch.tensor([1], device="cuda")}
     step |= {"host_slots": [1], "starts": [0], "lengths": [PROMPT]}
-    whole = {"ms": milliseconds(lambda: mixed_step(**step)), "kernels_ms": kernels(lambda: mixed_step(**step))}
+
+    def mix() -> object:
+        return mixed_step(step["projected"], **{name: value for name, value in step.items() if name != "projected"})
+
+    whole = {"ms": milliseconds(mix), "kernels_ms": kernels(mix)}
     results["mixed_step"] = whole
     keep(path, results)
     print(f"mixed step of {PROMPT} tokens: {whole['ms']:.3f} ms, bar {PROMPT_BAR_MS} ms, {whole['kernels_ms']}")
@@ -259,7 +306,7 @@ def time_prompts(launches: list[triton_chunked.Launch], results: dict[str, Any],
     plain = plan_ring([0], [PROMPT], [1], window=WINDOW, ring_length=WINDOW - 1)
     keeping = plain.with_kept([0], [PROMPT], [1], kept)
     step["plan"] = keeping.moved([tensor.cuda() for tensor in keeping.tensors])
-    found = {"ms": milliseconds(lambda: mixed_step(**step)), "kernels_ms": kernels(lambda: mixed_step(**step))}
+    found = {"ms": milliseconds(mix), "kernels_ms": kernels(mix)}
     results["mixed_step_keeping"] = {**found, "states": len(KEPT)}
     keep(path, results)
     print(f"  leaving {len(KEPT)} states: {found['ms']:.3f} ms, {found['ms'] / whole['ms']:.3f} of that")
@@ -268,11 +315,15 @@ def time_prompts(launches: list[triton_chunked.Launch], results: dict[str, Any],
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=out_file)
-    path = parser.parse_args().out
+    parser.add_argument("--only", choices=("decodes", "prompts"))
+    args = parser.parse_args()
+    path = args.out
     began = time.monotonic()
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     results |= {"shapes": {}, "chunked": {}}
-    launches = [*CHUNKS, *SWEEP]
+    launches: list[Launch | triton_chunked.Launch] = []
+    launches += [] if args.only == "prompts" else SWEEP
+    launches += [] if args.only == "decodes" else CHUNKS
     with ProcessPoolExecutor(min(15, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         found = dict(zip(map(str, launches), pool.map(first_run, launches), strict=True))
     results["errors"] = {name: value for name, (value, _) in found.items()}
@@ -282,8 +333,16 @@ def main() -> None:
     right = [launch for launch in launches if found[str(launch)][0] < WORST]
     worst = max((found[str(launch)][0] for launch in right), default=0.0)
     print(f"{len(right)} of {len(launches)} launches are right, to {worst:.1e}; {time.monotonic() - began:.0f} s")
-    time_decodes([launch for launch in right if isinstance(launch, Launch)], results, began + BUDGET_S, path)
-    time_prompts([launch for launch in right if not isinstance(launch, Launch)], results, path)
+    if args.only != "prompts":
+        decodes = [launch for launch in right if isinstance(launch, Launch)]
+        many = {str(launch): check_many(launch, 150) for launch in decodes}
+        results["errors_of_150_rows"] = many
+        for name, value in many.items():
+            if not value < WORST:
+                print(f"WRONG at 150 rows by {value:.1e}: {name}")
+        time_decodes([launch for launch in decodes if many[str(launch)] < WORST], results, began + BUDGET_S, path)
+    if args.only != "decodes":
+        time_prompts([launch for launch in right if not isinstance(launch, Launch)], results, path)
     print(f"{time.monotonic() - began:.0f} s")
 
 

@@ -1,4 +1,4 @@
-"""Whether the kernel of ``triton_advance`` does on a device what the plain one does: asked once, before it is used.
+"""Whether a kernel in Gluon does on a device what the plain one does: asked once, before it is used.
 
 No interpreter runs Gluon, so a version of Triton or of ptxas that it was never tried with is met on a user's machine.
 """
@@ -15,31 +15,34 @@ from triton.errors import TritonError
 from sidestream.core.ring import plan_ring
 from sidestream.streams.backend import allocates_for_graph
 
-_VERDICTS: dict[torch.device, bool] = {}
+_VERDICTS: dict[tuple[str, torch.device], bool] = {}
 TOLERANCE = 2**-7
 """Relative and absolute, for values of order one: an ulp of bf16, to which both kernels round fp32 results once."""
 
 
-def agree(device: torch.device, ordered: Callable[..., torch.Tensor], plain: Callable[..., torch.Tensor]) -> bool:
+def agree(
+    name: str, device: torch.device, tried: Callable[..., torch.Tensor], plain: Callable[..., torch.Tensor]
+) -> bool:
     """Run both on six rows, fresh, young, old and padding, and compare; a difference is a ``RuntimeWarning``.
 
     Args:
-        ordered, plain: ``decode_step`` with one kernel and the other.
+        name: of the kernel that is tried.
+        tried, plain: ``decode_step`` with one kernel and the other.
     Returns:
         Whether outputs, states and rings are equal up to rounding. False while a graph is being captured, when nothing
         can be compared: ask before.
     """
-    if device in _VERDICTS:
-        return _VERDICTS[device]
+    if (name, device) in _VERDICTS:
+        return _VERDICTS[name, device]
     if allocates_for_graph(device):
         return False
     try:
-        difference = _differ(_sample(device), ordered, plain)
+        difference = _differ(_sample(device), tried, plain)
     except (RuntimeError, TritonError) as fault:
         difference = repr(fault)
-    _VERDICTS[device] = not difference
+    _VERDICTS[name, device] = not difference
     if difference:
-        warnings.warn(f"KDA's ordered kernel is not used on {device}: {difference}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"KDA's {name} kernel is not used on {device}: {difference}", RuntimeWarning, stacklevel=2)
     return not difference
 
 
@@ -68,11 +71,14 @@ def _sample(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _differ(sample: dict[str, Any], ordered: Callable[..., torch.Tensor], plain: Callable[..., torch.Tensor]) -> str:
+def _differ(sample: dict[str, Any], tried: Callable[..., torch.Tensor], plain: Callable[..., torch.Tensor]) -> str:
     """What differs, or nothing."""
     results = []
-    for step in (ordered, plain):
+    for step in (tried, plain):
         mine = {**sample, **{name: sample[name].clone() for name in ("state", "conv_state")}}
+        assert mine["state"].isfinite().all().item(), (
+            "a sample of a state must be finite"
+        )  # and there: it is read early
         out = step(**mine)
         results.append({"output": out, "state": mine["state"][1:], "ring": mine["conv_state"][3:]})
     pairs = [(name, tensor, results[1][name]) for name, tensor in results[0].items()]

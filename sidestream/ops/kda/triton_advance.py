@@ -55,10 +55,12 @@ def advance(
     length: gl.constexpr,
     bounded: gl.constexpr,
     overlap: gl.constexpr,
+    ahead: gl.constexpr,
 ):
     """As ``triton_decode``'s kernel, for four warps, ``dim`` 128 and up to four taps. The low-rank products stand in
     ``expanded`` [2, rows, heads * dim]; nothing else that an earlier kernel of the step writes is read before
-    ``gdc_wait``. The convolution ring has ``length`` rows a slot: the token at position p is in row ``p % length``."""
+    ``gdc_wait``, and if ``ahead``, when ``projected`` may not be there yet either, only what ``triton_fused`` reads so
+    early. The convolution ring has ``length`` rows a slot: the token at position p is in row ``p % length``."""
     rows: gl.constexpr = 32
     by_row: gl.constexpr = gl.BlockedLayout([8, 4], [1, 32], [4, 1], [1, 0])
     of_rows: gl.constexpr = gl.SliceLayout(1, by_row)
@@ -99,12 +101,14 @@ def advance(
         mask=(tap < taps)[None, :][:, :, None] & real[:, None, :],
         other=0.0,
     )
-    given = projected + t * projected_row
-    own = gl.load(given + place, mask=real, other=0.0)
-    beta = gl.load(given + 3 * width + 2 * dim + h).to(gl.float32)
     rate = gl.load(a_log + h)
     bias = gl.load(dt_bias + h * dim + column)
     normal = gl.load(norm_weight + column).to(gl.float32)
+    if ahead:
+        gdc_wait()
+    given = projected + t * projected_row
+    own = gl.load(given + place, mask=real, other=0.0)
+    beta = gl.load(given + 3 * width + 2 * dim + h).to(gl.float32)
 
     last = (tap == taps - 1)[None, :][:, :, None]
     window = gl.where(last, own.to(gl.float32)[:, None, :], past.to(gl.float32))
@@ -124,7 +128,7 @@ def advance(
     value = gl.convert_layout(gl.sum(gl.where(which == 2, kinds, 0.0), axis=0), of_columns, assert_trivial=True)
     kq = gl.sum(key * query, axis=0)
 
-    if overlap:
+    if overlap and not ahead:
         gdc_wait()
     forget = gl.load(expanded + t * width + h * dim + column) + bias
     gate = gl.load(expanded + expanded_part + t * width + h * dim + column)

@@ -1,4 +1,4 @@
-"""A decode step of Kimi Delta Attention in two Triton kernels: low-rank products, then everything over the state.
+"""A decode step of Kimi Delta Attention in Triton: low-rank products, then everything over the state, or both as one.
 
 Floor: the state, read once and written once, 8 * D * D bytes a row and head: 8.4 MB a row at 64 heads of 128, so 2.0 us
 at batch 1, 16 at 8, 125 at 64 and 251 at 128 at 4.28 TB/s. All else is 1 % of that.
@@ -7,8 +7,8 @@ The second kernel has one program a head of a row. It is launched to overlap wit
 it takes the products: before, it sends for its state and convolves. What the new state recalls is taken from the old
 one, ``q (S + k e) = q S + (q k) e``, so that both products over the state happen in one pass before it changes. The
 channels of a head in the convolution ring belong to its program alone, so the ring is read and then written here,
-though the row written is the oldest one read. Heads of 128 on Hopper go to ``triton_advance``, others to the kernel
-below.
+though the row written is the oldest one read. Heads of 128 on Hopper go to ``triton_advance`` or, with the products
+made there too, to ``triton_fused``; others to the kernel below.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.core.ring import RingPlan
-from sidestream.ops.kda import first_use
+from sidestream.ops.kda import first_use, triton_fused
 from sidestream.ops.kda.torch_impl import L2_EPS
 from sidestream.ops.kda.triton_advance import MOST_TAPS, WARPS, advance
 from sidestream.ops.kda.triton_conv import log_decay
@@ -38,6 +38,11 @@ class Launch:
         columns: of the state that the second kernel works on at once, while the next are on their way; if not ordered.
         overlap: start the second kernel beside the first, where the device can.
         early: start the first kernel while the one before it ends: its weights never change, so it has them by then.
+        ahead: start the second one then, too: it sends for its states meanwhile; if ordered, and needs ``early``.
+        fused: one kernel instead, that of ``triton_fused``; of the above only ``early`` counts.
+        share: of a step's rows that its programs take each; so many that every program finds a place, if 0.
+        warps: of its programs, 4 or 8.
+        releases: let the kernel behind it start while it ends.
     """
 
     ordered: bool
@@ -45,6 +50,17 @@ class Launch:
     columns: int = 64
     overlap: bool = True
     early: bool = False
+    ahead: bool = False
+    fused: bool = False
+    share: int = 0
+    warps: int = 4
+    releases: bool = False
+
+
+FUSED_ROWS = 0
+"""Most rows of a step that ``triton_fused`` takes."""
+EARLY_ROWS = 16
+"""Most rows for which the first of two kernels starts early: 2.4 us less for one row, 0.5 for 16, but 1 more for 64."""
 
 
 @cache
@@ -83,10 +99,31 @@ def decode_step(
     T, H, D = projected.shape[0], A_log.numel(), expand.shape[2]
     hopper = _hopper(projected.device)
     if launch is None:
-        ordered = hopper and D == 128 and plan.window <= MOST_TAPS and first_use.agree(projected.device, *_BOTH)
-        launch = Launch(ordered)
+        fits = hopper and D == 128 and plan.window <= MOST_TAPS
+        launch = _chosen(projected, T) if fits else Launch(ordered=False)
     overlap, early = launch.overlap and hopper, launch.early and hopper
+    ahead = launch.ahead and early and overlap and launch.ordered
     first_options: dict[str, bool] = {"launch_pdl": True} if early else {}
+    out = torch.empty(T, H * D, dtype=projected.dtype, device=projected.device)
+    memories = (conv_weight, dt_bias, A_log, norm_weight, slots, start)
+    numbers = (
+        0.0 if lower_bound is None else lower_bound,
+        norm_eps,
+        projected.stride(0),
+        conv_weight.stride(0),
+        conv_weight.stride(1),
+    )
+    constants = (H, L2_EPS, state.shape[1], D, plan.window, plan.length, lower_bound is not None)
+    if launch.fused:
+        share = launch.share or _share(T, H)
+        triton_fused.fused[(H, triton.cdiv(T, share))](
+            *(projected, conv_state, state, out, expand, *memories, *numbers, T, share, *constants),
+            *(early, launch.releases),
+            num_warps=launch.warps,
+            maxnreg=triton_fused.REGISTERS[launch.warps],
+            **first_options,
+        )
+        return out
     expanded = torch.empty(2, T, H * D, dtype=torch.float32, device=projected.device)
     _expand[(2 * H, triton.cdiv(T, launch.rows))](
         projected,
@@ -99,37 +136,39 @@ def decode_step(
         ROWS=launch.rows,
         EARLY=early,
         RELEASES=overlap,
+        AHEAD=ahead,
         NARROW=projected.is_cuda and projected.dtype != torch.float32,  # Triton's interpreter multiplies fp32 alone
         num_warps=4,
         **first_options,
     )
-    out = torch.empty(T, H * D, dtype=projected.dtype, device=projected.device)
-    memories = (projected, conv_state, state, out, expanded, conv_weight, dt_bias, A_log, norm_weight, slots, start)
-    numbers = (
-        0.0 if lower_bound is None else lower_bound,
-        norm_eps,
-        projected.stride(0),
-        conv_weight.stride(0),
-        conv_weight.stride(1),
-        T * H * D,
-        H,
-        L2_EPS,
-        state.shape[1],
-        D,
-        plan.window,
-        plan.length,
-        lower_bound is not None,
-        overlap,
-    )
+    given = (projected, conv_state, state, out, expanded, *memories, *numbers, T * H * D, *constants, overlap)
     options: dict[str, bool] = {"launch_pdl": True} if overlap else {}
     if launch.ordered:
-        advance[(H, T)](*memories, *numbers, num_warps=WARPS, **options)
+        advance[(H, T)](*given, ahead, num_warps=WARPS, **options)
     else:
-        _advance[(H, T)](*memories, *numbers, min(launch.columns, D), num_warps=WARPS, **options)
+        _advance[(H, T)](*given, min(launch.columns, D), num_warps=WARPS, **options)
     return out
 
 
-_BOTH = partial(decode_step, launch=Launch(ordered=True)), partial(decode_step, launch=Launch(ordered=False))
+def _share(rows: int, heads: int) -> int:
+    """Rows of a head that a program takes: so many that all programs find a place at once, and all about as many."""
+    share = min(triton.cdiv(rows, max(triton_fused.PLACES // heads, 1)), triton_fused.MOST_ROWS)
+    return int(triton.cdiv(rows, triton.cdiv(rows, share)))
+
+
+_PLAIN = partial(decode_step, launch=Launch(ordered=False))
+_TRIED = {
+    "ordered": partial(decode_step, launch=Launch(ordered=True)),
+    "fused": partial(decode_step, launch=Launch(True, early=True, fused=True, share=4)),  # else one row a program
+}
+
+
+def _chosen(projected: torch.Tensor, rows: int) -> Launch:
+    """Of the kernels for Hopper, if it does there what the plain one does."""
+    fused = rows <= FUSED_ROWS and projected.element_size() == 2
+    name = "fused" if fused else "ordered"
+    right = first_use.agree(name, projected.device, _TRIED[name], _PLAIN)
+    return Launch(ordered=right, early=fused or rows <= EARLY_ROWS, fused=fused and right)
 
 
 @triton.jit(do_not_specialize=["T"])  # type: ignore[untyped-decorator]
@@ -144,10 +183,11 @@ def _expand(
     ROWS: tl.constexpr,
     EARLY: tl.constexpr,
     RELEASES: tl.constexpr,
+    AHEAD: tl.constexpr,
     NARROW: tl.constexpr,
 ) -> None:
     """Low-rank rows of one gate times one head's outputs: [2, T, H * D] fp32."""
-    if RELEASES and not EARLY:
+    if RELEASES and (AHEAD or not EARLY):
         gdc_launch_dependents()
     half = tl.program_id(0) // H
     head = tl.program_id(0) % H
@@ -156,7 +196,7 @@ def _expand(
     weight = tl.load(expand + tl.program_id(0) * (D * D) + line[:, None] * D + line[None, :])
     if EARLY:
         gdc_wait()
-        if RELEASES:  # not before: the second kernel reads what stands before both without a wait of its own
+        if RELEASES and not AHEAD:  # not before: then the second kernel reads what stands before both without a wait
             gdc_launch_dependents()
     place = t[:, None] * row + (3 * H + half) * D + line[None, :]
     low = tl.load(projected + place, mask=(t < T)[:, None], other=0.0)

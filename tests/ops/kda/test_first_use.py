@@ -24,8 +24,8 @@ def test_equal_kernels_agree_and_are_asked_once() -> None:
         calls.append(arguments)
         return decode.decode_step(**arguments)
 
-    assert first_use.agree(CPU, counted, decode.decode_step)
-    assert first_use.agree(CPU, counted, decode.decode_step)
+    assert first_use.agree("ordered", CPU, counted, decode.decode_step)
+    assert first_use.agree("ordered", CPU, counted, decode.decode_step)
     assert len(calls) == 1
 
 
@@ -37,8 +37,8 @@ def test_what_differs_is_named(part: str) -> None:
         return out
 
     with pytest.warns(RuntimeWarning, match=f"{part} of a sample"):
-        assert not first_use.agree(CPU, wrong, decode.decode_step)
-    assert not first_use.agree(CPU, decode.decode_step, decode.decode_step), "the verdict was forgotten"
+        assert not first_use.agree("ordered", CPU, wrong, decode.decode_step)
+    assert not first_use.agree("ordered", CPU, decode.decode_step, decode.decode_step), "the verdict was forgotten"
 
 
 def test_a_kernel_that_cannot_run_is_not_used() -> None:
@@ -46,4 +46,4 @@ def test_a_kernel_that_cannot_run_is_not_used() -> None:
         raise RuntimeError("no such instruction")
 
     with pytest.warns(RuntimeWarning, match="no such instruction"):
-        assert not first_use.agree(CPU, broken, decode.decode_step)
+        assert not first_use.agree("ordered", CPU, broken, decode.decode_step)
