@@ -80,25 +80,26 @@ def gather_plain(pool, memory, barriers, span, kinds):
     keys, rope_keys, _ = memory
     full, empty = barriers
     begin, end = span
-    latent, rope, row_elems, rope_elems, _, _, paged = kinds
+    latent, rope, row_elems, rope_elems, _, _, paged, block_n = kinds
+    buffers: gl.constexpr = 128 // block_n
     by_row: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     by_short_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    place = gl.arange(0, 64, layout=gl.SliceLayout(1, by_row))
+    place = gl.arange(0, block_n, layout=gl.SliceLayout(1, by_row))
     column = gl.arange(0, latent, layout=gl.SliceLayout(0, by_row))
     row = _pool_rows(own_rows, begin + place, end, block_size, paged)
     if rope > 0:
-        short_place = gl.arange(0, 64, layout=gl.SliceLayout(1, by_short_row))
+        short_place = gl.arange(0, block_n, layout=gl.SliceLayout(1, by_short_row))
         rope_column = rope_elems - rope + gl.arange(0, rope, layout=gl.SliceLayout(0, by_short_row))
         short_row = _pool_rows(own_rows, begin + short_place, end, block_size, paged)
-    for start in range(begin, end, 64):
-        done = (start - begin) // 64
-        buffer = done % 2
-        mbarrier.wait(empty.index(buffer), ((done // 2) & 1) ^ 1)
+    for start in range(begin, end, block_n):
+        done = (start - begin) // block_n
+        buffer = done % buffers
+        mbarrier.wait(empty.index(buffer), ((done // buffers) & 1) ^ 1)
         _copy_rows(keys.index(buffer), values, row, start + place < end, column, row_elems)
-        row = _pool_rows(own_rows, start + 64 + place, end, block_size, paged)
+        row = _pool_rows(own_rows, start + block_n + place, end, block_size, paged)
         if rope > 0:
             _copy_rows(rope_keys.index(buffer), ropes, short_row, start + short_place < end, rope_column, rope_elems)
-            short_row = _pool_rows(own_rows, start + 64 + short_place, end, block_size, paged)
+            short_row = _pool_rows(own_rows, start + block_n + short_place, end, block_size, paged)
         async_copy.mbarrier_arrive(full.index(buffer), increment_count=False)
 
 
@@ -134,7 +135,8 @@ def gather_quantised(pool, memory, barriers, span, kinds):
     keys, rope_keys, near = memory
     full, empty = barriers
     begin, end = span
-    latent, rope, row_elems, rope_elems, tile, mx, paged = kinds
+    latent, rope, row_elems, rope_elems, tile, mx, paged, block_n = kinds
+    halves: gl.constexpr = block_n == 32
     by_word: gl.constexpr = _SHORT_TILES if tile == 32 else _LONG_TILES
     pairs: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     by_short_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -156,7 +158,7 @@ def gather_quantised(pool, memory, barriers, span, kinds):
     near.index(1).store(_pool_rows(own_rows, begin + 64 + line, end, block_size, paged))
     row = _pool_rows(own_rows, begin + 128 + line, end, block_size, paged)
     if rope > 0:
-        short_place = gl.arange(0, 64, layout=gl.SliceLayout(1, by_short_row))
+        short_place = gl.arange(0, block_n, layout=gl.SliceLayout(1, by_short_row))
         rope_column = rope_elems - rope + gl.arange(0, rope, layout=gl.SliceLayout(0, by_short_row))
     gl.thread_barrier()
     at = begin + place
@@ -173,40 +175,66 @@ def gather_quantised(pool, memory, barriers, span, kinds):
     )
     for start in range(begin, end, 64):
         done = (start - begin) // 64
-        buffer = done % 2
-        mbarrier.wait(empty.index(buffer), ((done // 2) & 1) ^ 1)
-        key = keys.index(buffer)._reinterpret(gl.int32, [64, latent // 2], pairs)
+        turn = done % 2
+        phase = ((done // 2) & 1) ^ 1
+        first = 2 * turn if halves else turn
+        mbarrier.wait(empty.index(first), phase)
+        key = keys.index(first)._reinterpret(gl.int32, [block_n, latent // 2], pairs)
         if rope > 0:
-            short_row = near.index(buffer).load(gl.SliceLayout(1, by_short_row))
-            _copy_rows(rope_keys.index(buffer), ropes, short_row, start + short_place < end, rope_column, rope_elems)
-            async_copy.commit_group()
+            near_rope = near.index(turn).slice(0, block_n)
+            short_row = near_rope.load(gl.SliceLayout(1, by_short_row))
+            _copy_rows(rope_keys.index(first), ropes, short_row, start + short_place < end, rope_column, rope_elems)
+            if halves:
+                async_copy.mbarrier_arrive(full.index(first), increment_count=False)
+                short_row = near.index(turn).slice(32, 32).load(gl.SliceLayout(1, by_short_row))
+            else:
+                async_copy.commit_group()
         at += 64
-        here = near.index(1 - buffer)
+        here = near.index(1 - turn)
         key.slice(0, 16).store(_unpack(raw_a, scale_a, mx))
         gl.thread_barrier()
-        near.index(buffer).store(row)
+        near.index(turn).store(row)
         row = _pool_rows(own_rows, start + 192 + line, end, block_size, paged)
         raw_a, scale_a = _load_rows(words, scales, here.slice(0, 16).load(by_place), at < end, columns, sizes, by_word)
         key.slice(16, 16).store(_unpack(raw_b, scale_b, mx))
+        if halves:
+            fence_async_shared()
         gl.thread_barrier()
         raw_b, scale_b = _load_rows(
             words, scales, here.slice(16, 16).load(by_place), at + 16 < end, columns, sizes, by_word
         )
-        key.slice(32, 16).store(_unpack(raw_c, scale_c, mx))
-        gl.thread_barrier()
+        if halves:
+            mbarrier.arrive(full.index(first), count=1)
+            if start + 32 < end:
+                mbarrier.wait(empty.index(first + 1), phase)
+                if rope > 0:
+                    seen = start + 32 + short_place < end
+                    _copy_rows(rope_keys.index(first + 1), ropes, short_row, seen, rope_column, rope_elems)
+                    async_copy.mbarrier_arrive(full.index(first + 1), increment_count=False)
+                next_key = keys.index(first + 1)._reinterpret(gl.int32, [block_n, latent // 2], pairs)
+                next_key.slice(0, 16).store(_unpack(raw_c, scale_c, mx))
+                next_key.slice(16, 16).store(_unpack(raw_d, scale_d, mx))
+                fence_async_shared()
+                gl.thread_barrier()
+                mbarrier.arrive(full.index(first + 1), count=1)
+        else:
+            key.slice(32, 16).store(_unpack(raw_c, scale_c, mx))
+            gl.thread_barrier()
         raw_c, scale_c = _load_rows(
             words, scales, here.slice(32, 16).load(by_place), at + 32 < end, columns, sizes, by_word
         )
-        key.slice(48, 16).store(_unpack(raw_d, scale_d, mx))
-        gl.thread_barrier()
+        if not halves:
+            key.slice(48, 16).store(_unpack(raw_d, scale_d, mx))
+            gl.thread_barrier()
         raw_d, scale_d = _load_rows(
             words, scales, here.slice(48, 16).load(by_place), at + 48 < end, columns, sizes, by_word
         )
-        if rope > 0:
-            async_copy.wait_group(0)
-        fence_async_shared()
-        gl.thread_barrier()
-        mbarrier.arrive(full.index(buffer), count=1)
+        if not halves:
+            if rope > 0:
+                async_copy.wait_group(0)
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(full.index(first), count=1)
 
 
 @gluon.jit

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from sidestream.ops.kv_rows.layout import KVRowLayout
 from sidestream.ops.sparse_mla.triton_attend import attend, merge
+from sidestream.ops.sparse_mla.triton_merge import merge_in_threads
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Kernels run on a CPU. numpy has no bf16, so operands of products are made fp32 there."""
@@ -32,6 +33,8 @@ _FEW_BLOCKS = 16
 to start, and each has a few tiles only."""
 _MERGED = (4, 16, 64, 128)
 """Runs that a merge is compiled for: few, so that steps of any size find theirs compiled."""
+_GROUPS = (4, 16, 32)
+"""Runs that a thread reads at once, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,9 @@ class Launch:
 
     Attributes:
         pdl: the merge starts while the last runs end.
-        roles: take ``triton_roles`` for blocks of 64 heads and tiles of 64 rows; ``stages``, ``warps`` and ``parted``
-            have no meaning then.
+        roles: take ``triton_roles`` for blocks of 64 heads and tiles of 64 or 32 rows; ``stages``, ``warps`` and
+            ``parted`` have no meaning then.
+        in_threads: runs are merged by ``triton_merge``, which exchanges nothing between threads.
     """
 
     splits: int
@@ -52,6 +56,7 @@ class Launch:
     parted: bool
     pdl: bool = True
     roles: bool = False
+    in_threads: bool = False
 
 
 @lru_cache(maxsize=4096)
@@ -84,14 +89,16 @@ def choose_launch(
     across = tokens * heads if in_line else heads
     full_blocks = -(-across // 64) * (1 if in_line else tokens)
     few = not paged and full_blocks < _FEW_BLOCKS
-    block_h = 16 if not paged and full_blocks == 1 else min(64, max(16, triton.next_power_of_2(across)))
+    one = not paged and full_blocks == 1
+    # What unpacks rows does so once for all heads.
+    block_h = 16 if one and not (layout.tile and across > 32) else min(64, max(16, triton.next_power_of_2(across)))
     roles = roles_support(layout) and block_h > 16 and not few
     if roles:
         block_h, block_n, stages, warps, parted = 64, 64, 1, 8, False
     elif block_h < 64:
         block_n, stages, warps, parted = 32, 5, 4 if block_h == 16 else 8, False
     elif layout.tile:
-        block_n, stages, warps, parted = 64, 3 if layout.rope_dim else 5, 8, True
+        block_n, stages, warps, parted = 64, 3 if layout.rope_dim or one else 5, 8, True
     else:
         block_n, stages, warps, parted = (32, 5, 8, True) if layout.rope_dim else (64, 3, 8, True)
     blocks = -(-across // block_h) * (1 if in_line else tokens)
@@ -180,11 +187,13 @@ def run(
     }
     if launch.roles:
         assert roles_support(layout), f"no kernel with roles for {layout}"
-        assert (launch.block_h, launch.block_n) == (64, 64), f"the kernel with roles has blocks of 64 x 64: {launch}"
+        sizes = launch.block_h == 64 and launch.block_n in (32, 64)
+        assert sizes, f"the kernel with roles has blocks of 64 heads and 32 or 64 rows: {launch}"
         from sidestream.ops.sparse_mla import triton_roles  # for Hopper alone
 
         words = (q, pool.view(torch.int32) if layout.tile else pool, *arguments[2:])
-        triton_roles.attend_roles[grid](*words, *numbers, *chunk, **kinds, causal=causal, num_warps=triton_roles.WARPS)
+        kinds |= {"causal": causal, "block_n": launch.block_n}
+        triton_roles.attend_roles[grid](*words, *numbers, *chunk, **kinds, num_warps=triton_roles.WARPS)
     else:
         attend[grid](
             *arguments,
@@ -201,25 +210,39 @@ def run(
             num_stages=launch.stages,
         )
     if splits > 1:
+        merge_runs(parts, part_lse, out, lse, sparing=block_size > 0, in_threads=launch.in_threads, pdl=pdl)
+    return out, lse
+
+
+def merge_runs(
+    parts: torch.Tensor,
+    part_lse: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    sparing: bool,
+    in_threads: bool,
+    pdl: bool,
+) -> None:
+    """``parts`` [T, splits, H, r] and ``part_lse`` [T, splits, H] into ``out`` and ``lse``, as the kernels say."""
+    tokens, splits, heads, latent = parts.shape
+    kinds = {"latent": latent, "sparing": sparing, "pdl": pdl}
+    together = {"launch_pdl": True} if pdl else {}
+    if not in_threads:
         block_s = next(size for size in _MERGED if size >= splits)
         block_r = min(latent, max(64, 4096 // block_s))
-        together = {"launch_pdl": True} if pdl else {}
-        merge[(tokens * heads, latent // block_r)](
-            parts,
-            part_lse,
-            out,
-            lse,
-            heads,
-            splits,
-            latent=latent,
-            block_s=block_s,
-            block_r=block_r,
-            sparing=block_size > 0,
-            pdl=pdl,
-            num_warps=4,
-            **together,
-        )
-    return out, lse
+        grid = (tokens * heads, latent // block_r)
+        sizes = {"block_s": block_s, "block_r": block_r, "num_warps": 4}
+        merge[grid](parts, part_lse, out, lse, heads, splits, **sizes, **kinds, **together)
+        return
+    # A thread has 8 elements of each run.
+    few = tokens * heads * latent < 128 * 2048
+    block_r = min(latent, 256) if few else latent
+    block_h = max(1, (256 if few else 2048) // block_r)
+    group = next((size for size in _GROUPS if size >= splits), _GROUPS[-1])
+    grid = (-(-tokens * heads // block_h), latent // block_r)
+    sizes = {"group": group, "block_h": block_h, "block_r": block_r, "num_warps": max(1, block_h * block_r // 256)}
+    merge_in_threads[grid](parts, part_lse, out, lse, tokens, heads, splits, **sizes, **kinds, **together)
 
 
 def _views(pool: torch.Tensor, layout: KVRowLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,12 +1,12 @@
 """Attention for blocks of 64 query rows by warps with roles: gather, score, and weigh values (Gluon, Hopper only).
 
 ``triton_attend.attend`` lets every warp do everything, one after the other. Here four warps gather rows into one of
-two buffers (and unpack quantised ones on the way), four make scores and weights of a tile, and eight keep the result
-in registers and add weighted values to it. Barriers in shared memory pass tiles on, so tile i + 2 is gathered, i + 1
-scored and i added at the same time. Gluon has no interpreter: a GPU alone tests this whole.
+two buffers of 64 rows or four of 32 (and unpack quantised ones on the way), four make scores and weights of a tile, and
+eight keep the result in registers and add weighted values to it. Barriers in shared memory pass tiles on, so that tiles
+are gathered, scored and added at the same time. Gluon has no interpreter: a GPU alone tests this whole.
 
-Who waits for whom, per tile: gathering for ``empty`` (values of two tiles ago are added), scores for ``full``, the
-store of weights for ``taken`` (the last ones were used), values for ``weighed``.
+Who waits for whom, per tile: gathering for ``empty`` (values of the tile that was in the buffer are added), scores for
+``full``, the store of weights for ``taken`` (the last ones were used), values for ``weighed``.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -43,19 +43,20 @@ def _score(memory, barriers, span, block, target, kinds):
     begin, end = span
     first, known, heads, splits, chunk_start = block
     lse, out_row, scale_log2 = target
-    rope, causal = kinds
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    rope, causal, block_n = kinds
+    buffers: gl.constexpr = 128 // block_n
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, 16])
     member = gl.arange(0, 64, layout=gl.SliceLayout(1, scores))
-    score_place = gl.arange(0, 64, layout=gl.SliceLayout(0, scores))
+    score_place = gl.arange(0, block_n, layout=gl.SliceLayout(0, scores))
     flat = first + member
     top = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, scores))
     total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, scores))
-    no_score = gl.zeros([64, 64], gl.float32, layout=scores)
+    no_score = gl.zeros([64, block_n], gl.float32, layout=scores)
     mbarrier.wait(asked, 0)
-    for start in range(begin, end, 64):
-        done = (start - begin) // 64
-        buffer = done % 2
-        mbarrier.wait(full.index(buffer), (done // 2) & 1)
+    for start in range(begin, end, block_n):
+        done = (start - begin) // block_n
+        buffer = done % buffers
+        mbarrier.wait(full.index(buffer), (done // buffers) & 1)
         fence_async_shared()
         key = keys.index(buffer).permute((1, 0))
         open_score = warpgroup_mma(query, key, no_score, use_acc=False, is_async=True)
@@ -84,7 +85,7 @@ def _score(memory, barriers, span, block, target, kinds):
         mbarrier.arrive(weighed, count=1)
     if causal:
         total = gl.where(top == float("-inf"), 1.0, total)
-    tiles = gl.cdiv(end - begin, 64)
+    tiles = gl.cdiv(end - begin, block_n)
     mbarrier.wait(taken, (tiles & 1) ^ 1)
     factors.store(1.0 / total)
     gl.thread_barrier()
@@ -102,7 +103,8 @@ def _weigh(memory, barriers, span, block, target, source, kinds):
     first, known, heads, splits, _ = block
     out, out_row = target
     q, q_stride_t, q_stride_h = source
-    latent, rope = kinds
+    latent, rope, block_n = kinds
+    buffers: gl.constexpr = 128 // block_n
     results: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, latent // 4, 16])
     by_row: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     by_short_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
@@ -122,9 +124,9 @@ def _weigh(memory, barriers, span, block, target, source, kinds):
     gl.thread_barrier()
     mbarrier.arrive(asked, count=1)
     result = gl.zeros([64, latent], gl.float32, layout=results)
-    for start in range(begin, end, 64):
-        done = (start - begin) // 64
-        buffer = done % 2
+    for start in range(begin, end, block_n):
+        done = (start - begin) // block_n
+        buffer = done % buffers
         mbarrier.wait(weighed, done & 1)
         kept = factors.load(gl.SliceLayout(1, results))
         result = result * kept[:, None]
@@ -134,7 +136,7 @@ def _weigh(memory, barriers, span, block, target, source, kinds):
         gl.thread_barrier()
         mbarrier.arrive(taken, count=1)
         mbarrier.arrive(empty.index(buffer), count=1)
-    tiles = gl.cdiv(end - begin, 64)
+    tiles = gl.cdiv(end - begin, block_n)
     mbarrier.wait(weighed, tiles & 1)
     result = result * factors.load(gl.SliceLayout(1, results))[:, None]
     # Through the buffers of keys: in the products' layout a warp would write parts of eight lines at a time.
@@ -142,7 +144,7 @@ def _weigh(memory, barriers, span, block, target, source, kinds):
     if out.dtype.element_ty == gl.float32:
         scratch = keys._reinterpret(gl.float32, [64, latent], staged)
     else:
-        scratch = keys.index(0)._reinterpret(out.dtype.element_ty, [64, latent], staged)
+        scratch = keys._reinterpret(out.dtype.element_ty, [64, latent], staged)
     scratch.store(result.to(out.dtype.element_ty))
     gl.thread_barrier()
     row = out_row + (flat // heads * splits).to(gl.int64) * heads + flat % heads
@@ -182,16 +184,20 @@ def attend_roles(
     single: gl.constexpr,
     paged: gl.constexpr,
     causal: gl.constexpr,
+    block_n: gl.constexpr,
     pdl: gl.constexpr,
 ):
     """One run of rows for 64 query rows: ``triton_attend.attend`` with the same arguments, for eight warps and the
     eight it adds.
 
     Plain rows must be bf16. ``values`` of quantised pools are int32 words; ``row_elems`` counts bytes then. ``latent``
-    is 512, ``rope`` 0 or 64.
+    is 512, ``rope`` 0 or 64, ``block_n`` 64 or 32: smaller tiles wait for each other less often, and read queries from
+    shared memory twice as often.
     """
     shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, latent], gl.bfloat16)
     shared_short: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+    shared_weights: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, block_n], gl.bfloat16)
+    buffers: gl.constexpr = 128 // block_n
     in_line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if pdl:
         gdc_launch_dependents()
@@ -225,34 +231,35 @@ def attend_roles(
             gl.store(out + row[:, None] * latent + column[None, :], nothing, mask=(member < known)[:, None])
     else:
         query = gl.allocate_shared_memory(gl.bfloat16, [64, latent], shared)
-        keys = gl.allocate_shared_memory(gl.bfloat16, [2, 64, latent], shared)
-        weights = gl.allocate_shared_memory(gl.bfloat16, [64, 64], shared_short)
+        keys = gl.allocate_shared_memory(gl.bfloat16, [buffers, block_n, latent], shared)
+        weights = gl.allocate_shared_memory(gl.bfloat16, [64, block_n], shared_weights)
         factors = gl.allocate_shared_memory(gl.float32, [64], in_line)
         near = gl.allocate_shared_memory(gl.int32, [2, 64], in_line)
         if rope > 0:
             query_rope = gl.allocate_shared_memory(gl.bfloat16, [64, rope], shared_short)
-            rope_keys = gl.allocate_shared_memory(gl.bfloat16, [2, 64, rope], shared_short)
+            rope_keys = gl.allocate_shared_memory(gl.bfloat16, [buffers, block_n, rope], shared_short)
         else:
             query_rope = query
             rope_keys = keys
         asked = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         weighed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        full = gl.allocate_shared_memory(gl.int64, [buffers, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [buffers, 1], mbarrier.MBarrierLayout())
         mbarrier.init(asked, count=1)
         mbarrier.init(weighed, count=1)
         mbarrier.init(taken, count=1)
-        for i in gl.static_range(2):
-            # Plain rows come by asynchronous copies, for which each of 128 threads arrives.
-            mbarrier.init(full.index(i), count=1 if tile > 0 else 128)
+        # Plain rows come by asynchronous copies, for which each of 128 threads arrives.
+        copied: gl.constexpr = (1 if tile > 0 else 128) if block_n == 64 or tile == 0 or rope == 0 else 129
+        for i in gl.static_range(buffers):
+            mbarrier.init(full.index(i), count=copied)
             mbarrier.init(empty.index(i), count=1)
         gl.thread_barrier()
         span = (begin, end)
         block = (first, known, heads, splits, chunk_start)
-        weigh_kinds: gl.constexpr = (latent, rope)
-        score_kinds: gl.constexpr = (rope, causal)
-        gather_kinds: gl.constexpr = (latent, rope, row_elems, rope_elems, tile, mx, paged)
+        weigh_kinds: gl.constexpr = (latent, rope, block_n)
+        score_kinds: gl.constexpr = (rope, causal, block_n)
+        gather_kinds: gl.constexpr = (latent, rope, row_elems, rope_elems, tile, mx, paged, block_n)
         registers: gl.constexpr = _QUANTISED_REGISTERS if tile > 0 else _PLAIN_REGISTERS
         gl.warp_specialize(
             [

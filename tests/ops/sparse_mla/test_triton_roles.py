@@ -292,6 +292,7 @@ def run(
     layout: KVRowLayout,
     *,
     splits: int,
+    block_n: int = 64,
     block_size: int = 0,
     chunk_start: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -314,7 +315,16 @@ def run(
                 *(Pointer(memory) for memory in (q, values, scales, ropes, rows, lengths, out, lse)),
                 *(q.stride(0), q.stride(1), rows.stride(0), SCALE / math.log(2), heads, head_blocks),
                 *(block_size, splits, tokens, chunk_start or 0, LATENT, layout.rope_dim, layout.row_elems),
-                *(ropes.shape[1], layout.tile, layout.name == "mxfp8", splits == 1, block_size > 0, causal, True),
+                *(
+                    ropes.shape[1],
+                    layout.tile,
+                    layout.name == "mxfp8",
+                    splits == 1,
+                    block_size > 0,
+                    causal,
+                    block_n,
+                    True,
+                ),
             )
     return out, lse
 
@@ -330,12 +340,12 @@ LAYOUTS = [("bf16", 0), ("bf16", 64), ("fp8_ds_mla", 64), ("fp8_ds_mla", 0), ("m
 
 
 @pytest.mark.parametrize(("name", "p"), LAYOUTS)
-@pytest.mark.parametrize("splits", [1, 2])
-def test_equals_the_reference(name: str, p: int, splits: int) -> None:
+@pytest.mark.parametrize(("splits", "block_n"), [(1, 64), (2, 64), (1, 32), (2, 32)])
+def test_equals_the_reference(name: str, p: int, splits: int, block_n: int) -> None:
     layout = kv_row_layout(name, latent_dim=LATENT, rope_dim=p, model_dtype=torch.bfloat16)
     rows, counts = draw_rows(4, 280, [280, 0, 1, 130])
     pool, q = poisoned(layout, rows), torch.randn(4, 70, LATENT + p).bfloat16()
-    out, lse = merged(*run(q, pool, rows, counts, layout, splits=splits))
+    out, lse = merged(*run(q, pool, rows, counts, layout, splits=splits, block_n=block_n))
     some = [0, 1, 63, 64, 69]
     want, want_lse = reference.sparse_mla(q[:, some], pool, rows, counts=counts, scale=SCALE, layout=layout)
     assert not out.isnan().any()
@@ -362,13 +372,14 @@ def test_rows_from_a_block_table() -> None:
 
 
 @pytest.mark.parametrize(("heads", "chunk", "start"), [(32, 5, 130), (20, 10, 0), (128, 2, 61)])
-@pytest.mark.parametrize("splits", [1, 3])
-def test_a_chunk_of_a_sequence(heads: int, chunk: int, start: int, splits: int) -> None:
+@pytest.mark.parametrize(("splits", "block_n"), [(1, 64), (3, 64), (3, 32)])
+def test_a_chunk_of_a_sequence(heads: int, chunk: int, start: int, splits: int, block_n: int) -> None:
     layout = kv_row_layout("bf16", latent_dim=LATENT, rope_dim=64, model_dtype=torch.bfloat16)
     paged = make_paged([(start, chunk)], block_size=32)
     pool, q = paged.poisoned_pool(LATENT + 64, torch.bfloat16), torch.randn(chunk, heads, LATENT + 64).bfloat16()
     none = torch.zeros(1, dtype=torch.int32)
-    out, lse = merged(*run(q, pool, paged.block_table, none, layout, splits=splits, block_size=32, chunk_start=start))
+    sizes = {"splits": splits, "block_n": block_n, "block_size": 32}
+    out, lse = merged(*run(q, pool, paged.block_table, none, layout, **sizes, chunk_start=start))
     some = [0, heads - 1]
     want, want_lse = dense_reference.dense_mla(
         q[:, some],

@@ -50,12 +50,12 @@ def check(got: torch.Tensor, want: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("name", "p"), [("auto", 16), ("bf16", 0), ("bf16", 16), ("fp8_ds_mla", 16), ("fp8_ds_mla", 0), ("mxfp8", 0)]
 )
-@pytest.mark.parametrize("splits", [1, 3])
-def test_equals_the_reference(name: str, p: int, splits: int) -> None:
+@pytest.mark.parametrize(("splits", "in_threads"), [(1, False), (3, False), (3, True)])
+def test_equals_the_reference(name: str, p: int, splits: int, in_threads: bool) -> None:
     layout = layout_of(name, p)
     rows, counts = draw_rows(5, 70, COUNTS)
     pool, q = poisoned(layout, rows), torch.randn(5, 5, 64 + p).to(DTYPE)
-    out, lse = run(q, pool, rows, counts, layout, splits=splits, parted=splits == 1)
+    out, lse = run(q, pool, rows, counts, layout, splits=splits, parted=splits == 1, in_threads=in_threads)
     want_out, want_lse = reference.sparse_mla(q, pool, rows, counts=counts, scale=SCALE, layout=layout)
     assert (out.dtype, lse.dtype) == (DTYPE, torch.float32)
     check(out, want_out)
@@ -129,3 +129,10 @@ def test_runs_follow_from_shapes() -> None:
     assert splits_for(64, 64, 32, 64, programs=264) == 4
     for tokens, heads, block_h in ((1, 1, 16), (1, 64, 16), (2, 8, 16), (2, 20, 32), (2, 64, 64), (1, 128, 64)):
         assert triton_launch.choose_launch(tokens, heads, 2048, layout_of("auto", 0, 512), 32).block_h == block_h
+
+
+def test_one_token_of_packed_rows_is_unpacked_once_for_all_heads() -> None:
+    for name, p in (("mxfp8", 0), ("fp8_ds_mla", 64)):
+        launch = triton_launch.choose_launch(1, 64, 2048, layout_of(name, p, 512), 33)
+        assert (launch.block_h, launch.block_n, launch.splits, launch.parted) == (64, 64, 32, True)
+        assert triton_launch.choose_launch(1, 8, 2048, layout_of(name, p, 512), 33).block_h == 16
