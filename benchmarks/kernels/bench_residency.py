@@ -1,29 +1,26 @@
 """HiSparse's two kernels on a GPU: rows copied from pinned host memory, and residency of a step's selections.
 
-    PYTHONPATH=. python benchmarks/kernels/bench_residency.py OUT.json
+    PYTHONPATH=. python benchmarks/kernels/bench_residency.py OUT.json [--only copies,batches,residency,steps]
 
 Copies are compared with torch first, residency with the torch implementation. A time is the median over replays of a
 graph whose calls take turns over sets of rows. Floor of a copy: bytes over the bus at 55 GB/s, which is what pinned
-copies reach; a row read by a warp costs some 1.5 us of latency at either end. Each shape is timed with every plan, then
-with the fastest in other kinds of host memory; the last lines name the plan that is nearest to all bars. The file is
-written again after each shape.
+copies reach; a row read by a warp costs some 1.5 us of latency at either end. ``steps`` are both kernels behind each
+other, as an index group has them. Each shape is timed with every plan; the last lines name the plan that is nearest to
+all bars. The file is written again after each shape.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
-import json
-import math
-import mmap
-import os
 import statistics
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.kernels.results import keep as write
+from benchmarks.kernels.results import out_file
 from sidestream.ops.residency import new_state, torch_impl, triton_resolve
 from sidestream.ops.residency.triton_resolve import ResolvePlan
 from sidestream.ops.row_copy import triton_copy
@@ -43,19 +40,44 @@ BARS = {
 """Microseconds at most, by bytes a row and rows."""
 BATCHES = ((32, 0), (32, 64), (32, 205), (64, 256))
 """Requests, and rows of each, in lists of 4,096 places as two times 2,048 hot slots have."""
+RESOLVED = (
+    *((64, *shape) for shape in itertools.product((515, 2051), (1, 4), (0.0, 0.9))),
+    (1, 2051, 4, 0.9),
+    (32, 2051, 2, 0.9),
+)
+STEPPED = ((32, 2051, 2, 0.9),)
+"""Requests, width, slots as a multiple of the top-k, share of the context on the host."""
 RESOLVE_BAR = 15.0
 """Microseconds at most for 64 requests."""
 PLANS = [
-    CopyPlan(rows=rows, warps=warps, programs=programs, early=early, vectors=early)
-    for (rows, warps), programs, early in itertools.product(
-        ((1, 1), (1, 2), (2, 1), (4, 2)), (528, 1024, 4096), (False, True)
-    )
-] + [CopyPlan(vectors=True)]
+    CopyPlan(),
+    *(
+        CopyPlan(warps=warps, programs=programs, early=True, vectors=True, pdl=pdl)
+        for warps, programs, pdl in itertools.product((1, 2), (1024, 4096), (False, True))
+    ),
+]
+BATCH_PLANS = [
+    CopyPlan(),
+    *(
+        CopyPlan(total=total, early=True, vectors=True, pdl=pdl)
+        for total, pdl in itertools.product((1024, 2048, 4096), (False, True))
+    ),
+]
+RESOLVES = [
+    ResolvePlan(),
+    ResolvePlan(once=True, early=True),
+    ResolvePlan(warps=32, once=True, early=True),
+]
+STEPS = [
+    (ResolvePlan(), CopyPlan()),
+    (ResolvePlan(), CopyPlan(total=2048, early=True, vectors=True)),
+    (ResolvePlan(once=True), CopyPlan(total=2048, early=True, vectors=True)),
+    (ResolvePlan(once=True, early=True), CopyPlan(total=2048, early=True, vectors=True, pdl=True)),
+]
+"""Plans that are timed, those in use first."""
 HOST_ROWS, LISTED = 200_000, 4096
 """Rows of the host's memory; places in a request's lists."""
-TOTALS = (1024, 2048, 4096, 8192, 1 << 20)
-PAGES = ("torch", "file", "file of huge pages")
-"""Host memory: from torch, as ``HostPool`` has it, and the same in pages of 2 MiB if the machine grants them."""
+KINDS = ("copies", "batches", "residency", "steps")
 
 
 def graph_us(call: Callable[[int], None]) -> float:
@@ -77,34 +99,11 @@ def graph_us(call: Callable[[int], None]) -> float:
     return statistics.median(times)
 
 
-class HostRows:
-    """[rows, row_bytes] of random bytes that the GPU can read, in one kind of memory."""
-
-    def __init__(self, rows: int, row_bytes: int, *, pages: str) -> None:
-        generator = torch.Generator().manual_seed(row_bytes)
-        drawn = torch.randint(0, 255, (rows, row_bytes), dtype=torch.uint8, generator=generator)
-        self._map: mmap.mmap | None = None
-        if pages == "torch":
-            self.rows = drawn.pin_memory() if DEVICE == "cuda" else drawn
-            return
-        size = -(-drawn.numel() // mmap.PAGESIZE) * mmap.PAGESIZE
-        number = os.memfd_create("rows")
-        os.ftruncate(number, size)
-        self._map = mmap.mmap(number, size)
-        os.close(number)
-        if pages == "file of huge pages":
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.rows = whole[: drawn.numel()].view(rows, row_bytes).copy_(drawn)
-        if DEVICE != "cuda":
-            return
-        error = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), size, 0)  # type: ignore[no-untyped-call]
-        if int(error) != 0:
-            raise RuntimeError(f"pinning {size} bytes failed with CUDA error {int(error)}")
-
-    def close(self) -> None:
-        if self._map is not None and DEVICE == "cuda":
-            torch.cuda.cudart().cudaHostUnregister(self.rows.data_ptr())  # type: ignore[no-untyped-call]
+def host_rows(row_bytes: int) -> torch.Tensor:
+    """[HOST_ROWS, row_bytes] of random bytes that the GPU can read, pinned as ``HostPool`` has its own."""
+    generator = torch.Generator().manual_seed(row_bytes)
+    drawn = torch.randint(0, 255, (HOST_ROWS, row_bytes), dtype=torch.uint8, generator=generator)
+    return drawn.pin_memory() if DEVICE == "cuda" else drawn
 
 
 def time_copy(
@@ -128,23 +127,16 @@ def bench_copy(row_bytes: int, rows: int) -> dict[str, Any]:
     sources = [torch.randperm(HOST_ROWS)[:rows].view(1, -1).to(DEVICE) for _ in range(CALLS)]
     to = torch.randperm(pool.shape[0])[:rows].view(1, -1).to(DEVICE)
     floor, bar = rows * row_bytes / 55e3, BARS[row_bytes, rows]
-    plans = [CopyPlan()]
-    plans += [p for p in PLANS if p != CopyPlan() and min(math.ceil(rows / p.rows), 2 * rows) >= p.programs // 2]
-    memory = HostRows(HOST_ROWS, row_bytes, pages=PAGES[0])
-    tried = [time_copy(memory.rows, pool, sources, to, rows, plan) | {"pages": PAGES[0]} for plan in plans]
-    fastest = plans[min(range(len(plans)), key=lambda i: float(tried[i]["us"]))]
-    for pages in PAGES[1:]:
-        other = HostRows(HOST_ROWS, row_bytes, pages=pages)
-        tried.append(time_copy(other.rows, pool, sources, to, rows, fastest) | {"pages": pages})
-        other.close()
+    memory = host_rows(row_bytes)
+    tried = [time_copy(memory, pool, sources, to, rows, p) for p in PLANS if p in PLANS[:1] or p.programs <= 2 * rows]
     for row in tried:
         row["of_bar"] = row["us"] / bar
+    usual = tried[0]
     tried.sort(key=lambda row: float(row["us"]))
     print(f"copy {rows} x {row_bytes} B: floor {floor:.1f}, bar {bar:.1f} us", flush=True)
-    usual = next(row for row in tried if row["plan"] == str(CopyPlan()) and row["pages"] == PAGES[0])
     for row in [*tried[:3], usual]:
         shown = f"{row['us']:8.2f} us, {row['of_bar']:.3f} of the bar, {row['GB/s']:6.1f} GB/s"
-        print(f"    {shown} {row['plan']} {row['pages']} right {row['right']}", flush=True)
+        print(f"    {shown} {row['plan']} right {row['right']}", flush=True)
     met = tried[0]["us"] <= bar
     return {"row_bytes": row_bytes, "rows": rows, "floor": floor, "bar": bar, "met": met, "tried": tried}
 
@@ -153,12 +145,10 @@ def bench_batch(row_bytes: int, requests: int, rows: int) -> dict[str, Any]:
     """Of many requests, most of whose places in the lists count for nothing."""
     most = LISTED
     pool = torch.zeros(requests * most, row_bytes, dtype=torch.uint8, device=DEVICE)
-    memory = HostRows(HOST_ROWS, row_bytes, pages=PAGES[1])
+    memory = host_rows(row_bytes)
     sources = [torch.randint(0, HOST_ROWS, (requests, most), device=DEVICE) for _ in range(CALLS)]
     to = torch.arange(requests * most, device=DEVICE).view(requests, most)
-    plans = [CopyPlan(total=total, early=early, vectors=early) for total in TOTALS for early in (False, True)]
-    tried = [time_copy(memory.rows, pool, sources, to, rows, plan) for plan in plans]
-    memory.close()
+    tried = [time_copy(memory, pool, sources, to, rows, plan) for plan in BATCH_PLANS]
     tried.sort(key=lambda row: float(row["us"]))
     print(f"copy {requests} x {rows} x {row_bytes} B: floor {requests * rows * row_bytes / 55e3:.1f} us", flush=True)
     for row in tried[:2] + tried[-1:]:
@@ -171,20 +161,20 @@ def nearest(copies: Sequence[dict[str, Any]]) -> tuple[str, float]:
     shares: dict[str, list[float]] = {}
     for found in copies:
         for row in found["tried"]:
-            if row["pages"] == PAGES[0] and row["right"]:
+            if row["right"]:
                 shares.setdefault(row["plan"], []).append(row["of_bar"])
     worst = {plan: max(values) for plan, values in shares.items() if len(values) == len(copies)}
     chosen = min(worst, key=worst.__getitem__)
     return chosen, worst[chosen]
 
 
-def bench_resolve(requests: int, width: int, slots: int, share: float) -> dict[str, Any]:
-    """``slots``: times the top-k; ``share``: of each context that lies in the host pool."""
+def selections(requests: int, width: int, share: float) -> tuple[torch.Tensor, list[torch.Tensor], int]:
+    """(block table, selections of the calls, positions); ``share``: of each context that lies in the host pool."""
     block, blocks = 64, 512
-    num_slots, positions = slots * (width - 3), block * blocks
+    positions = block * blocks
     table = torch.arange(requests * blocks, device=DEVICE).view(requests, blocks)
     hosted = table[:, : int(blocks * share)]
-    hosted.copy_(-1 - hosted)
+    hosted.copy_(-1 - hosted % (HOST_ROWS // block))
     # Nine tenths of a selection come again in the next one; three rows lie in the last block.
     base = torch.rand(requests, positions - block, device=DEVICE).argsort(dim=1)
     sets = []
@@ -192,6 +182,13 @@ def bench_resolve(requests: int, width: int, slots: int, share: float) -> dict[s
         chosen = base[:, i * width // 10 :][:, : width - 3]
         tail = torch.arange(positions - 3, positions, device=DEVICE).expand(requests, 3)
         sets.append(torch.cat([chosen, tail], dim=1).sort(dim=1).values.int().contiguous())
+    return table, sets, positions
+
+
+def bench_resolve(requests: int, width: int, slots: int, share: float) -> dict[str, Any]:
+    """``slots``: times the top-k."""
+    table, sets, positions = selections(requests, width, share)
+    num_slots = slots * (width - 3)
 
     def new() -> tuple[tuple[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]:
         lists = torch.zeros(2, requests, num_slots, dtype=torch.int64, device=DEVICE)
@@ -209,15 +206,15 @@ def bench_resolve(requests: int, width: int, slots: int, share: float) -> dict[s
         "seats": torch.arange(1, requests + 1, device=DEVICE),
         "positions": torch.full((requests,), positions - 1, device=DEVICE),
         "table_rows": torch.arange(requests, device=DEVICE),
-        "block_size": block,
+        "block_size": 64,
         "hot_base": 10**6,
     }
     want_state, want = new()
     for logical in sets[:3]:
         torch_impl.resolve(logical, table, *want_state, **named, **want)
     tried = []
-    for warps in (8, 16, 32):
-        plan, (state, got) = ResolvePlan(warps=warps), new()
+    for plan in RESOLVES:
+        state, got = new()
         for logical in sets[:3]:
             triton_resolve.resolve(logical, table, *state, **named, **got, plan=plan)
         right = all(torch.equal(got[name], want[name]) for name in want)
@@ -226,42 +223,90 @@ def bench_resolve(requests: int, width: int, slots: int, share: float) -> dict[s
         def call(i: int, plan: ResolvePlan = plan, state: Any = state, got: Any = got) -> None:
             triton_resolve.resolve(sets[i], table, *state, **named, **got, plan=plan)
 
-        tried.append({"warps": warps, "us": graph_us(call), "right": right})
-    tried.sort(key=lambda row: row["us"])
-    line = ", ".join(f"{row['warps']} warps {row['us']:.2f}{'' if row['right'] else ' WRONG'}" for row in tried)
-    bar = RESOLVE_BAR if requests == 64 else None
-    told = "" if bar is None else f", bar {bar} {'met' if tried[0]['us'] <= bar else 'MISSED'}"
+        tried.append({"plan": str(plan), "us": graph_us(call), "right": right})
+    line = ", ".join(f"{row['us']:.2f}{'' if row['right'] else ' WRONG'}" for row in tried)
+    bar, least = RESOLVE_BAR if requests == 64 else None, min(row["us"] for row in tried)
+    told = "" if bar is None else f", bar {bar} {'met' if least <= bar else 'MISSED'}"
     print(f"resolve {requests} x {width} of {num_slots} slots, host {share}: {line}{told}", flush=True)
     return {"requests": requests, "width": width, "slots": num_slots, "host": share, "bar": bar, "tried": tried}
 
 
-def main() -> None:
+def bench_step(requests: int, width: int, slots: int, share: float) -> dict[str, Any]:
+    """Residency, and the copies that follow from it for one layer; the call that begins a replay misses most."""
+    table, sets, positions = selections(requests, width, share)
+    num_slots = slots * (width - 3)
+    memory = host_rows(1024)
+    pool = torch.zeros((requests + 1) * num_slots, 1024, dtype=torch.uint8, device=DEVICE)
+    lists = torch.zeros(2, requests, num_slots, dtype=torch.int64, device=DEVICE)
+    out = torch.zeros(requests, width, dtype=torch.int64, device=DEVICE)
+    counts, misses = (torch.zeros(requests, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    seats, rows = torch.arange(1, requests + 1, device=DEVICE), torch.arange(requests, device=DEVICE)
+    last = torch.full((requests,), positions - 1, device=DEVICE)
+    tried = []
+    for resolving, copying in STEPS:
+        state = new_state(requests + 1, num_slots, positions, device=DEVICE)
+        totals = torch.zeros(requests + 1, 2, dtype=torch.int64, device=DEVICE)
+
+        def call(
+            i: int, state: Any = state, totals: Any = totals, r: ResolvePlan = resolving, c: CopyPlan = copying
+        ) -> None:
+            triton_resolve.resolve(
+                sets[i], table, *state, seats=seats, positions=last, table_rows=rows, block_size=64, hot_base=0,
+                out=out, counts=counts, host_rows=lists[0], hot_rows=lists[1], misses=misses, totals=totals, plan=r,
+            )  # fmt: skip
+            triton_copy.copy_rows(pool, memory, to=lists[1], source=lists[0], counts=misses, plan=c)
+
+        us = graph_us(call)
+        chosen = sets[CALLS - 1].long()
+        block = table.gather(1, chosen // 64)
+        on_host = block < 0
+        source = (-1 - block[on_host]) * 64 + chosen[on_host] % 64
+        right = torch.equal(pool[out[on_host]].cpu(), memory[source.cpu()])
+        tried.append({"plans": f"{resolving} {copying}", "us": us, "right": right})
+    line = ", ".join(f"{row['us']:.2f}{'' if row['right'] else ' WRONG'}" for row in tried)
+    print(f"step {requests} x {width} of {num_slots} slots, host {share}: {line}", flush=True)
+    return {"requests": requests, "width": width, "slots": num_slots, "host": share, "tried": tried}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?", type=out_file)
+    parser.add_argument("--only", default=",".join(KINDS), help="kinds, with commas")
+    args = parser.parse_args(arguments)
+    kinds = args.only.split(",")
+    if not {*kinds} <= {*KINDS}:
+        raise SystemExit(f"--only {args.only!r} names other kinds than {', '.join(KINDS)}")
     torch.manual_seed(0)
-    out = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE
-    found: dict[str, Any] = {"device": name, "copies": [], "batches": [], "residency": []}
+    found: dict[str, Any] = {"device": name} | {kind: [] for kind in KINDS}
 
     def keep(kind: str, row: dict[str, Any]) -> None:
         found[kind].append(row)
-        if out is not None:
-            out.write_text(json.dumps(found, indent=1) + "\n")
+        write(args.out, found)
 
-    for row_bytes, rows in BARS:
-        keep("copies", bench_copy(row_bytes, rows))
-    for row_bytes in (1024, 528):
+    shapes: dict[str, Sequence[tuple[Any, ...]]] = {
+        "copies": list(BARS),
+        "batches": [(1024, *batch) for batch in BATCHES],
+        "residency": RESOLVED,
+        "steps": STEPPED,
+    }
+    benches: dict[str, Callable[..., dict[str, Any]]] = {
+        "copies": bench_copy,
+        "batches": bench_batch,
+        "residency": bench_resolve,
+        "steps": bench_step,
+    }
+    for kind in kinds:
+        for shape in shapes[kind]:
+            keep(kind, benches[kind](*shape))
+    for row_bytes in (1024, 528) if found["copies"] else ():
         of_width = [copy for copy in found["copies"] if copy["row_bytes"] == row_bytes]
         plan, share = nearest(of_width)
         found[f"nearest to the bars, {row_bytes} B"] = {"plan": plan, "worst share of a bar": share}
-    for requests, rows in BATCHES:
-        keep("batches", bench_batch(1024, requests, rows))
-    for shape in itertools.product((1, 64), (515, 2051), (1, 4), (0.0, 0.9)):
-        keep("residency", bench_resolve(*shape))
-    plan, share = nearest(found["copies"])
-    found["nearest to all bars"] = {"plan": plan, "worst share of a bar": share, "default": str(CopyPlan())}
-    missed = [copy for copy in found["copies"] if not copy["met"]]
-    print(f"nearest to all bars: {plan}, {share:.3f} of the worst; {len(BARS) - len(missed)} of {len(BARS)} met")
-    if out is not None:
-        out.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"nearest to the bars of {row_bytes} B: {plan}, {share:.3f} of the worst", flush=True)
+    met = sum(copy["met"] for copy in found["copies"])
+    print(f"{met} of {len(found['copies'])} bars of copies met; resolves: {[str(plan) for plan in RESOLVES]}")
+    write(args.out, found)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class CopyPlan:
             is stored: one trip to memory less before the first byte is asked for.
         vectors: 16 bytes an access wherever rows are a multiple of that. Without it only rows of a multiple of 64 bytes
             are read so, the others (528, 656 bytes) in words.
+        pdl: launch while the kernel before still runs (programmatic dependent launch), and wait for it there.
     """
 
     rows: int = 1
@@ -32,6 +34,7 @@ class CopyPlan:
     total: int = 4096
     early: bool = False
     vectors: bool = False
+    pdl: bool = False
 
 
 WORDS = (torch.int32, torch.int16, torch.uint8)
@@ -44,6 +47,7 @@ DEFAULT_PLAN = CopyPlan()
 def _copy_rows_kernel(
     pool, host, to, source, counts, pool_pieces, host_pieces, list_row, most, programs,
     WORDS: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64) // programs
     first = tl.program_id(0) % programs
@@ -51,6 +55,9 @@ def _copy_rows_kernel(
     inside = word < WORDS
     source += request * list_row
     to += request * list_row
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     if EARLY:
         index = first * ROWS + row
         at = tl.load(source + index, mask=index < most, other=0)
@@ -100,5 +107,5 @@ def copy_rows(
     _copy_rows_kernel[(requests * programs,)](
         words, host_words, to, source, counts, strides[0] // piece, strides[1] // piece, to.stride(0), most, programs,
         WORDS=width, W=triton.next_power_of_2(width), ROWS=plan.rows, PIECE=piece, EARLY=plan.early,
-        num_warps=plan.warps,
+        PDL=plan.pdl, launch_pdl=plan.pdl, num_warps=plan.warps,
     )  # fmt: skip

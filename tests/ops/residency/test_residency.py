@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from sidestream.ops.residency import new_state, torch_impl, triton_resolve
 from sidestream.ops.residency.reference import HotSlots
+from sidestream.ops.residency.triton_resolve import ResolvePlan
 from tests.ops.residency.model import Steps
 from tests.ops.triton_mode import DEVICE, INTERPRETED
 
@@ -16,10 +19,12 @@ def test_torch_equals_the_model_over_random_steps(rows_each: int, num_steps: int
     Steps(torch_impl.resolve, "cpu", rows_each=rows_each, seed=rows_each).run(num_steps)
 
 
+@pytest.mark.parametrize("plan", [ResolvePlan(), ResolvePlan(once=True)], ids=str)
 @pytest.mark.parametrize("rows_each", [1, 2, 3])
-def test_triton_equals_the_model_over_random_steps(rows_each: int) -> None:
+def test_triton_equals_the_model_over_random_steps(rows_each: int, plan: ResolvePlan) -> None:
     num_steps = 150 if INTERPRETED else 3500
-    Steps(triton_resolve.resolve, DEVICE, rows_each=rows_each, seed=10 + rows_each).run(num_steps)
+    resolve = partial(triton_resolve.resolve, plan=plan)
+    Steps(resolve, DEVICE, rows_each=rows_each, seed=10 + rows_each).run(num_steps)
 
 
 def test_the_least_recently_used_slot_goes_first() -> None:

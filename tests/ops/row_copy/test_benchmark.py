@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from benchmarks.kernels import bench_residency as bench
+from sidestream.ops.residency.triton_resolve import ResolvePlan
 from sidestream.ops.row_copy.triton_copy import CopyPlan
 from tests.ops.triton_mode import DEVICE
 
@@ -33,21 +33,24 @@ def test_it_runs_to_its_end_and_names_a_plan(
         ("BARS", {(1024, 6): 4.0, (528, 5): 1e6}),
         ("BATCHES", ((3, 0), (2, 4))),
         ("PLANS", plans),
-        ("TOTALS", (2, 1 << 20)),
-        ("HOST_ROWS", 50),
+        ("BATCH_PLANS", [CopyPlan(), CopyPlan(total=2, early=True, vectors=True)]),
+        ("HOST_ROWS", 640),
         ("LISTED", 9),
         ("graph_us", graph_us),
-        ("bench_resolve", lambda *shape: {"shape": shape}),
+        ("RESOLVED", ((2, 9, 2, 0.9),)),
+        ("RESOLVES", [ResolvePlan(), ResolvePlan(once=True)]),
+        ("STEPPED", ((2, 9, 2, 0.9),)),
+        ("STEPS", [(ResolvePlan(), CopyPlan()), (ResolvePlan(once=True), CopyPlan(early=True, vectors=True))]),
     ):
         monkeypatch.setattr(bench, name, value)
-    monkeypatch.setattr(sys, "argv", ["bench_residency.py", str(out)])
-    bench.main()
+    bench.main([str(out)])
     found = json.loads(out.read_text())
     assert [copy["met"] for copy in found["copies"]] == [True, True]
-    assert len(found["batches"]) == 4 - 2
-    assert all(row["right"] for kind in ("copies", "batches") for copy in found[kind] for row in copy["tried"])
-    assert {row["pages"] for row in found["copies"][0]["tried"]} == set(bench.PAGES)
-    assert found["nearest to all bars"]["plan"] == str(plans[0])
+    assert [len(found[kind]) for kind in bench.KINDS] == [2, 2, 1, 1]
+    assert all(row["right"] for kind in bench.KINDS for shape in found[kind] for row in shape["tried"])
+    assert found["nearest to the bars, 1024 B"]["plan"] == str(plans[0])
     shown = capsys.readouterr().out
     assert "of the bar" in shown
-    assert "2 of 2 met" in shown
+    assert "2 of 2 bars of copies met" in shown
+    with pytest.raises(SystemExit, match=r"--only 'copy' names other kinds than copies, batches"):
+        bench.main(["--only", "copy"])

@@ -9,7 +9,7 @@ import torch
 
 from sidestream.ops.row_copy import reference, torch_impl, triton_copy
 from sidestream.ops.row_copy.triton_copy import CopyPlan
-from tests.ops.triton_mode import DEVICE
+from tests.ops.triton_mode import DEVICE, INTERPRETED
 
 PLANS = [
     CopyPlan(),
@@ -21,6 +21,7 @@ PLANS = [
     CopyPlan(rows=4, warps=2, programs=1, early=True),
     CopyPlan(total=9),
     CopyPlan(total=1, early=True),
+    *([] if INTERPRETED else [CopyPlan(early=True, vectors=True, pdl=True)]),
 ]
 
 
