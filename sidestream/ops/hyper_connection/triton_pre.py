@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sidestream.ops.hyper_connection.triton_post import narrowed, rounded
 from sidestream.ops.hyper_connection.triton_sinkhorn import spread
 
 STREAMS = 4
@@ -161,6 +162,7 @@ def finish(
         OVERLAP=overlap,
         FRESH=fresh,
         FAST=compiled,
+        NARROW=compiled and streams.dtype == torch.bfloat16,
         num_warps=launch.finish_warps,
         **({"launch_pdl": True} if overlap else {}),
     )
@@ -274,6 +276,7 @@ def _finish(
     OVERLAP: tl.constexpr,
     FRESH: tl.constexpr,
     FAST: tl.constexpr,
+    NARROW: tl.constexpr,
 ) -> None:
     """The first ``iterating`` programs take ``ROWS`` rows each through Sinkhorn, the others collapse one row each."""
     program = tl.program_id(0)
@@ -306,7 +309,7 @@ def _finish(
         total += tl.sum(tl.where(column == 1, pre, 0.0), axis=0) * x1.to(tl.float32)
         total += tl.sum(tl.where(column == 2, pre, 0.0), axis=0) * x2.to(tl.float32)
         total += tl.sum(tl.where(column == 3, pre, 0.0), axis=0) * x3.to(tl.float32)
-        total = total.to(normed.dtype.element_ty).to(tl.float32)
+        total = rounded(total, normed, NARROW)
         scale = tl.rsqrt(tl.sum(total * total, axis=0) / H + norm_eps)
-        result = (total * scale).to(normed.dtype.element_ty).to(tl.float32) * weight
-        tl.store(normed + row * H + h, result.to(normed.dtype.element_ty), mask=h < H)
+        result = rounded(total * scale, normed, NARROW) * weight
+        tl.store(normed + row * H + h, narrowed(result, normed, NARROW), mask=h < H)
