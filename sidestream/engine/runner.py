@@ -165,16 +165,23 @@ class ModelRunner:
 
     def _run(self, plan: StepPlan, inputs: StepInputs) -> Mapping[str, torch.Tensor]:
         if plan.mode is CUDAGraphMode.NONE:
-            return self._forward_of(plan)()
+            return self._forward_of(plan, placed=False)()
         assert self.graphs is not None
         return self.graphs.runner.replay(plan, inputs)
 
-    def _forward_of(self, plan: StepPlan) -> Callable[[], dict[str, torch.Tensor]]:
-        """What a step of this form computes: logits too, if every row of it is sampled from."""
+    def _forward_of(self, plan: StepPlan, *, placed: bool = True) -> Callable[[], dict[str, torch.Tensor]]:
+        """What a step of this form computes: logits too, if every row of it is sampled from, in the graphs' memory for
+        results if ``placed``."""
 
         def forward() -> dict[str, torch.Tensor]:
             hidden = self._model.forward()
-            return {"hidden": hidden, "logits": self._model.logits(hidden)} if plan.key.uniform else {"hidden": hidden}
+            if not plan.key.uniform:
+                return {"hidden": hidden}
+            out = None
+            if placed and self.graphs is not None:
+                shape = (hidden.shape[0], self._model.config.vocab_size)
+                out = self.graphs.runner.place("logits", shape, torch.float32)
+            return {"hidden": hidden, "logits": self._model.logits(hidden, out=out)}
 
         return forward
 

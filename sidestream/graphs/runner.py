@@ -43,6 +43,7 @@ class GraphRunner:
         self._pool = streams.backend.new_pool()
         self._captured: dict[StepPlan, BreakableCUDAGraphCapture | _FullGraph] = {}
         self._results: dict[StepPlan, Results] = {}
+        self._placed: set[str] = set()
 
     @property
     def captured(self) -> tuple[StepPlan, ...]:
@@ -92,6 +93,11 @@ class GraphRunner:
         """Run a step without a graph in the same static buffers."""
         return self._keep(forward())
 
+    def place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the result ``name``, for a step that writes it itself; other results are copied there."""
+        self._placed.add(name)
+        return self.buffers.take(name, shape, dtype)
+
     def replay(self, plan: StepPlan, inputs: StepInputs) -> Results:
         """Run the captured step; what it gives is valid until the next step."""
         captured = self._captured[plan]
@@ -106,4 +112,7 @@ class GraphRunner:
         return self._results[plan]
 
     def _keep(self, results: Results) -> Results:
-        return {name: self.buffers.hold(name, tensor) for name, tensor in results.items()}
+        return {
+            name: tensor if name in self._placed else self.buffers.hold(name, tensor)
+            for name, tensor in results.items()
+        }

@@ -46,6 +46,12 @@ class Head:
         else:
             self.weight = loader.tensor("lm_head.weight", (rows, config.hidden_size), shard=loader.shard(0))
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [S, hidden] -> logits [S, vocab] fp32."""
-        return self.group.all_gather(logits(hidden, self.weight))
+    def __call__(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [S, hidden] -> logits [S, vocab] fp32: ``out`` if given, contiguous, else new memory."""
+        if out is None or self.group.size > 1:
+            local = torch.empty(hidden.shape[0], self.weight.shape[0], dtype=torch.float32, device=hidden.device)
+        else:
+            local = out
+        logits(hidden, self.weight, out=local)
+        whole = self.group.all_gather(local)
+        return whole if out is None or out is local else out.copy_(whole)

@@ -104,6 +104,6 @@ class DecoderModel:
                 context.observer.see(index, settled(state))
         return self.leave(state)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [S, hidden] -> [S, vocab] fp32."""
-        return self.head(hidden)
+    def logits(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [S, hidden] -> [S, vocab] fp32: ``out`` if given, contiguous, else new memory."""
+        return self.head(hidden, out=out)

@@ -495,7 +495,8 @@ def linear_case(bias: bool) -> Callable[[int], Arguments]:
 def logits_case(dtype: torch.dtype) -> Callable[[int], Arguments]:
     def make(seed: int) -> Arguments:
         step = Step(seed)
-        return {"x": step.randn(ROWS, HIDDEN, dtype=dtype), "weight": step.randn(12, HIDDEN, dtype=dtype)}
+        x, weight = step.randn(ROWS, HIDDEN, dtype=dtype), step.randn(12, HIDDEN, dtype=dtype)
+        return {"x": x, "weight": weight, "out": torch.full((ROWS, 12), torch.nan)}
 
     return make
 

@@ -12,7 +12,7 @@ from sidestream.ops.operator import operator
 __all__ = ["by_head", "fetch_ahead", "linear", "logits"]
 
 linear = operator("linear.linear", reads=("x", "weight", "bias"))(torch_impl.linear)
-logits = operator("linear.logits", reads=("x", "weight"))(torch_impl.logits)
+logits = operator("linear.logits", reads=("x", "weight"), writes=("out",))(torch_impl.logits)
 by_head = operator("linear.by_head", reads=("x", "weight"))(torch_impl.by_head)
 
 
@@ -28,16 +28,18 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 
 @logits.register("cuda")
-def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _logits(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> None:
     if not (x.is_cuda and DIRECT.logits):
-        return _linear(x, weight, None).float()
+        out.copy_(_linear(x, weight, None))
+        return
     launch = launch_for(x.shape[0], *weight.shape)
     if launch is not None:
         from sidestream.ops.linear import triton_linear
 
         if triton_linear.takes(x, weight, None):
-            return triton_linear.linear(x, weight, None, launch=launch, dtype=torch.float32)
-    return torch_impl.wide_logits(x, weight)
+            triton_linear.linear(x, weight, None, launch=launch, out=out)
+            return
+    torch_impl.wide_logits(x, weight, out=out)
 
 
 @by_head.register("cuda")

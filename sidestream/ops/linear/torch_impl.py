@@ -19,16 +19,20 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return torch.mm(x, weight.t()) if bias is None else F.linear(x, weight, bias)
 
 
-def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [T, K] through weight [V, K] -> [T, V] fp32; rounded to the dtype of x before."""
-    return linear(x, weight, None).float()
+def logits(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> None:
+    """out [T, V] fp32, contiguous = x [T, K] through weight [V, K]; rounded to the dtype of x before."""
+    if x.dtype == torch.float32:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        out.copy_(torch.mm(x, weight.t()))
 
 
-def wide_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def wide_logits(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> None:
     """``logits`` as the product's fp32 sums are: nothing is rounded, and nothing copied."""
     if x.dtype == torch.float32 or not x.shape[0]:
-        return logits(x, weight)
-    return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        logits(x, weight, out=out)
+    else:
+        torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
 
 
 def by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

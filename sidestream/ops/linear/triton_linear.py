@@ -32,16 +32,17 @@ def linear(
     bias: torch.Tensor | None,
     *,
     launch: Launch,
-    dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As ``torch_impl.linear``, rounded once, to ``dtype`` if given; for what ``takes`` allows and at most
-    ``launch.rows`` rows."""
+    """As ``torch_impl.linear``, rounded once, into ``out`` [T, N] of any dtype if given; for what ``takes`` allows
+    and at most ``launch.rows`` rows."""
     T, K = x.shape
     N = weight.shape[0]
     assert 0 < T <= launch.rows, f"{T} rows in a launch for {launch.rows}"
     depth = min(launch.depth, K & -K)
     pdl = launch.early and not UPCAST
-    out = torch.empty(T, N, dtype=dtype or x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(T, N, dtype=x.dtype, device=x.device)
     blocks = triton.cdiv(N, launch.columns)
     overlap = {"PDL": pdl, "launch_pdl": pdl}
     if launch.rows == 1:

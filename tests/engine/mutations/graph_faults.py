@@ -70,7 +70,7 @@ OTHER_STREAMS = (
             ),
         ),
         BOTH,
-        Unordered("read after write", "linear", "draw_tokens"),
+        Unordered("read after write", "logits", "draw_tokens"),
     ),
     Fault(
         "linear attention on another stream",

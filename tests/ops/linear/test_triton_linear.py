@@ -63,9 +63,9 @@ def test_wide_results_are_the_sums_themselves(name: str) -> None:
     launch = LAUNCHES[name]
     x, weight, _ = made(launch.rows, 70, 96, bias=False)
     x, weight = x.to(DEVICE), weight.to(DEVICE)
-    got = triton_linear.linear(x, weight, None, launch=launch, dtype=torch.float32).cpu()
-    assert got.dtype is torch.float32
-    torch.testing.assert_close(got, reference.linear(x.cpu(), weight.cpu(), None), rtol=0.0, atol=FP32_GEMM)
+    got = torch.full((launch.rows, 70), torch.nan, device=DEVICE)
+    assert triton_linear.linear(x, weight, None, launch=launch, out=got) is got
+    torch.testing.assert_close(got.cpu(), reference.linear(x.cpu(), weight.cpu(), None), rtol=0.0, atol=FP32_GEMM)
 
 
 def test_which_products_are_taken() -> None:
