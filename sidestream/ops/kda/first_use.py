@@ -52,7 +52,7 @@ def _sample(device: torch.device) -> dict[str, Any]:
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device, generator=gen)
 
-    heads, dim, starts, slots = 2, 128, [0, 1, 2, 3, 900, 0], [3, 1, 2, 5, 4, 0]
+    heads, dim, starts, slots = 16, 128, [0, 1, 2, 3, 900, 0], [3, 1, 2, 5, 4, 0]
     width = heads * dim
     return {
         "projected": randn(6, 3 * width + 2 * dim + heads).bfloat16(),

@@ -95,7 +95,11 @@ def decode_step(
     start: torch.Tensor,
     launch: Launch | None = None,
 ) -> torch.Tensor:
-    """As ``decode.decode_step``, fp32 from the convolution to the norm; for what ``takes`` allows."""
+    """As ``decode.decode_step``, fp32 from the convolution to the norm; for what ``takes`` allows.
+
+    If ``launch`` is fused or ahead, ``slots``, ``start`` and the rows of states and rings that they name may be read
+    before the kernels in front of this have ended. ``triton_fused`` says why none of a step's kernels writes them.
+    """
     T, H, D = projected.shape[0], A_log.numel(), expand.shape[2]
     hopper = _hopper(projected.device)
     if launch is None:

@@ -174,10 +174,12 @@ def fused(
         convolved._reinterpret(gl.float32, [4, dim], flat).store(mixed * gl.where(kind < 2, unit, 1.0)[:, None])
         forget_line.store(gl.sum(gl.where(row == i, forgets, 0.0), axis=0))
         gate_line.store(gl.sum(gl.where(row == i, gates, 0.0), axis=0))
-        # the row written may be the oldest one read, by the same thread
-        gl.store(conv_state + (slot * length + position % length) * (3 * width) + place, own, mask=real)
         strength = _sigmoid(beta)
         new = state + ((slot * versions + (position + 1) % versions) * heads + h) * (dim * dim)
+
+        query = convolved.index(0).load(across)
+        # behind the barrier that the load above needs: the row written may be the oldest one read
+        gl.store(conv_state + (slot * length + position % length) * (3 * width) + place, own, mask=real)
 
         # of the next row: here already, to be there in time
         given = projected + gl.minimum(t + 1, last).to(gl.int64) * projected_row
@@ -190,7 +192,6 @@ def fused(
         own = gl.load(given + place, mask=real, other=0.0)
         beta = gl.load(given + 3 * width + 2 * dim + h).to(gl.float32)
 
-        query = convolved.index(0).load(across)
         key = convolved.index(1).load(across)
         forget = forget_line.load(across) + bias
         if bounded:

@@ -8,7 +8,18 @@ import pytest
 import torch
 
 from sidestream.core.ring import plan_ring
-from sidestream.ops.kda import decode_step, gate, mixed, mixed_step, recurrent, reference, short_conv, torch_impl
+from sidestream.ops.kda import (
+    decode_step,
+    gate,
+    mixed,
+    mixed_step,
+    recurrent,
+    reference,
+    short_conv,
+    torch_impl,
+    triton_decode,
+)
+from sidestream.ops.kda.triton_decode import Launch
 from tests.ops.kda.decode_step_case import decode_step_case, owned
 from tests.ops.kda.mixed_step_case import mixed_step_case
 from tests.ops.operator_case import call, map_tensors, overwrite
@@ -23,6 +34,7 @@ def to_gpu(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def step(arguments: dict[str, Any]) -> torch.Tensor:
+    torch.cuda.synchronize()  # a kernel may send for states before the one in front of it has ended
     return call(decode_step, arguments)[0]
 
 
@@ -43,6 +55,29 @@ def test_decode_step_equals_the_formula(rows: int, heads: int, dim: int, dtype: 
         torch.testing.assert_close(owned(mine["state"].cpu()), owned(case["state"]), rtol=bound, atol=bound)
         length = case["plan"].length
         assert torch.equal(owned(mine["conv_state"].cpu(), length=length), owned(case["conv_state"], length=length))
+
+
+@pytest.mark.parametrize("warps", [4, 8])
+@pytest.mark.parametrize(("rows", "share"), [(1, 1), (4, 3), (9, 16), (21, 5), (32, 16)])
+def test_a_fused_step_equals_the_formula(rows: int, share: int, warps: int) -> None:
+    """Whether the dispatcher uses it or not; a row a program, many, and fewer in the last one."""
+    launch = Launch(ordered=True, early=True, fused=True, share=share, warps=warps, releases=rows == 21)
+    for versions, rollback, bounded in ((1, 0, True), (3, 2, False)):
+        choice = {"padding": rows // 4, "versions": versions, "rollback": rollback, "bounded": bounded}
+        case = decode_step_case(rows, HEADS, DIM, dtype=torch.bfloat16, **choice)
+        results = []
+        for _ in range(5):
+            mine = to_gpu(case)
+            torch.cuda.synchronize()
+            results.append((triton_decode.decode_step(**mine, launch=launch), mine["state"], mine["conv_state"]))
+        got, state, ring = (tensor.cpu() for tensor in results[0])
+        assert all(torch.equal(got, other[0].cpu()) for other in results[1:])
+        assert all(torch.equal(owned(state), owned(other[1].cpu())) for other in results[1:])
+        want = reference.decode_step(**case)
+        torch.testing.assert_close(got, want, rtol=BF16_STEPS, atol=BF16_STEPS)
+        torch.testing.assert_close(owned(state), owned(case["state"]), rtol=BF16_STEPS, atol=BF16_STEPS)
+        length = case["plan"].length
+        assert torch.equal(owned(ring, length=length), owned(case["conv_state"], length=length))
 
 
 @pytest.mark.parametrize("rows", [1, 4, 64])
