@@ -19,6 +19,12 @@ HEAD_CHANNELS = 256
 """Of several tokens that a program convolves and normalises, whole heads."""
 TOKENS = 8
 """That a program convolves: they share most of their inputs."""
+RUN, STEP = 32, 4
+"""Tokens that a program walks along, with the last three inputs in registers, and how many inputs it asks for ahead."""
+WALK_CHANNELS = 1024
+"""Of each token that it convolves and normalises."""
+WALKS = False
+"""Whether queries, keys and values of prompts go by walks."""
 
 
 def short_conv(x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, *, plan: RingPlan) -> torch.Tensor:
@@ -33,7 +39,15 @@ def short_conv(x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, *, pl
 
 
 def heads_conv(
-    x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, *, plan: RingPlan, tokens: int, first: int, dim: int
+    x: torch.Tensor,
+    state: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    plan: RingPlan,
+    tokens: int,
+    first: int,
+    dim: int,
+    walk: bool | None = None,
 ) -> torch.Tensor:
     """``short_conv`` of queries, keys and values for chunks of prompts: apart, and the first two of unit length a head.
 
@@ -41,12 +55,14 @@ def heads_conv(
         x: [T or more, 3 * H * D]; rows from T on are not read.
         tokens: T, those of the plan. The ``first`` of them, one a sequence, are left to another kernel.
         dim: D, a power of two up to 512.
+        walk: each input is read once, by a program that walks along tokens (windows of four only); None is ``WALKS``.
     Returns:
         [3, T - first, H, D] in ``x.dtype``, normalised in fp32 before they are rounded.
     """
     width = x.shape[1] // 3
     out = torch.empty(3, tokens - first, width // dim, dim, dtype=x.dtype, device=x.device)
-    _launch(x, state, weight, out, plan, first=first, kept=first, tokens=tokens, unit=dim)
+    walk = (WALKS if walk is None else walk) and plan.window == STEP
+    _launch(x, state, weight, out, plan, first=first, kept=first, tokens=tokens, unit=dim, walk=walk)
     return out
 
 
@@ -61,14 +77,16 @@ def _launch(
     kept: int,
     tokens: int,
     unit: int,
+    walk: bool = False,
 ) -> None:
     """Convolve tokens from ``first`` on, make the plan's copies, then keep from its entry ``kept`` on."""
     C = x.shape[1]
     planes = 3 if unit else 1
+    block = (WALK_CHANNELS if walk else max(HEAD_CHANNELS, unit)) if unit else CHANNELS // 2
+    blocks = planes * triton.cdiv(C // planes, block)
     if tokens > first:
-        block = max(HEAD_CHANNELS, unit) if unit else CHANNELS // 2
-        blocks = planes * triton.cdiv(C // planes, block)
-        _convolve[(triton.cdiv(tokens - first, TOKENS), blocks)](
+        kernel, run, how = (_walk, RUN, {"RUN": RUN, "STEP": STEP}) if walk else (_convolve, TOKENS, {"TOKENS": TOKENS})
+        kernel[(triton.cdiv(tokens - first, run), blocks)](
             x,
             state,
             weight,
@@ -83,11 +101,11 @@ def _launch(
             C // planes,
             L2_EPS,
             TAPS=plan.window,
-            TOKENS=TOKENS,
             BLOCK=block,
             PLANES=planes,
             UNIT=unit,
-            num_warps=8 if unit else 4,
+            num_warps=8 if unit and not walk else 4,
+            **how,
         )
     copy_carried(state, plan)
     entries = plan.keep_tokens.shape[0] - kept
@@ -119,6 +137,13 @@ def gate(f: torch.Tensor, dt_bias: torch.Tensor, A_log: torch.Tensor, *, lower_b
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def sigmoid(x: tl.tensor) -> tl.tensor:
+    """To 2**-21, in half the instructions of a division: a power of two, and the square of a reciprocal root."""
+    root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
+    return root * root
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def log_decay(raw: tl.tensor, rate: tl.tensor, lower_bound: tl.tensor, BOUNDED: tl.constexpr) -> tl.tensor:
     """The two formulas of the forget gate, see ``torch_impl.gate``."""
     if BOUNDED:
@@ -126,6 +151,53 @@ def log_decay(raw: tl.tensor, rate: tl.tensor, lower_bound: tl.tensor, BOUNDED: 
     else:
         decay = -rate * tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
     return decay
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _window(
+    x: tl.tensor,
+    state: tl.tensor,
+    weight: tl.tensor,
+    carry_rows: tl.tensor,
+    window_rows: tl.tensor,
+    x_row: tl.tensor,
+    weight_channel: tl.tensor,
+    weight_tap: tl.tensor,
+    T: tl.tensor,
+    t: tl.tensor,
+    channel: tl.tensor,
+    real: tl.tensor,
+    C: tl.tensor,
+    TAPS: tl.constexpr,
+) -> tl.tensor:
+    """Weighted sums of any windows, tokens ``t`` by ``channel``. Window rows: 0 for nothing, then the step's tokens,
+    then the carried rows (``RingPlan``)."""
+    total = tl.zeros((t.shape[0], channel.shape[0]), dtype=tl.float32)
+    for tap in tl.static_range(TAPS):
+        source = tl.load(window_rows + t * TAPS + tap, mask=t < T, other=0)
+        carried = source > T
+        row = tl.load(carry_rows + source - (T + 1), mask=carried, other=0)
+        own = real[None, :] & ((source > 0) & (source <= T))[:, None]
+        token = tl.load(x + (source - 1)[:, None] * x_row + channel[None, :], mask=own, other=0.0)
+        there = real[None, :] & carried[:, None]
+        past = tl.load(state + row[:, None] * C + channel[None, :], mask=there, other=0.0)
+        scale = tl.load(weight + channel * weight_channel + tap * weight_tap, mask=real, other=0.0)
+        total = tl.fma(token.to(tl.float32) + past.to(tl.float32), scale.to(tl.float32)[None, :], total)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _activated(
+    total: tl.tensor, plane: tl.tensor, l2_eps: tl.tensor, PLANES: tl.constexpr, UNIT: tl.constexpr
+) -> tl.tensor:
+    """Tokens by channels. All planes but the last are normalised over ``UNIT`` channels, if not 0."""
+    result = total * sigmoid(total)
+    if UNIT > 0:
+        heads = tl.reshape(result, (total.shape[0], total.shape[1] // UNIT, UNIT))
+        length = tl.rsqrt(tl.sum(heads * heads, axis=2, keep_dims=True) + l2_eps)
+        shorter = tl.reshape(heads * tl.where(plane < PLANES - 1, length, 1.0), (total.shape[0], total.shape[1]))
+        result = shorter
+    return result
 
 
 @triton.jit(do_not_specialize=["T", "first"])  # type: ignore[untyped-decorator]
@@ -149,34 +221,127 @@ def _convolve(
     PLANES: tl.constexpr,
     UNIT: tl.constexpr,
 ) -> None:
-    """Window rows: 0 for nothing, then the step's tokens, then the carried rows (``RingPlan``). The result is laid out
-    as ``PLANES`` times [T - first, width]; all but the last are normalised over ``UNIT`` channels, if not 0."""
+    """The result is laid out as ``PLANES`` times [T - first, width]."""
     t = first + tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    C = PLANES * width
     blocks = tl.cdiv(width, BLOCK)
     plane = tl.program_id(1) // blocks
     column = (tl.program_id(1) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    real = (column < width)[None, :]
-    channel = plane * width + column
-    total = tl.zeros((TOKENS, BLOCK), dtype=tl.float32)
-    for tap in tl.static_range(TAPS):
-        source = tl.load(window_rows + t * TAPS + tap, mask=t < T, other=0)
-        carried = source > T
-        row = tl.load(carry_rows + source - (T + 1), mask=carried, other=0)
-        own = real & ((source > 0) & (source <= T))[:, None]
-        token = tl.load(x + (source - 1)[:, None] * x_row + channel[None, :], mask=own, other=0.0)
-        there = real & carried[:, None]
-        past = tl.load(state + row[:, None] * C + channel[None, :], mask=there, other=0.0)
-        scale = tl.load(weight + channel * weight_channel + tap * weight_tap, mask=column < width, other=0.0)
-        total += (token.to(tl.float32) + past.to(tl.float32)) * scale.to(tl.float32)[None, :]
-    result = total * tl.sigmoid(total)
-    if UNIT > 0:
-        heads = tl.reshape(result, (TOKENS, BLOCK // UNIT, UNIT))
-        length = tl.rsqrt(tl.sum(heads * heads, axis=2, keep_dims=True) + l2_eps)
-        shorter = tl.reshape(heads * length, (TOKENS, BLOCK))
-        result = tl.where(plane < PLANES - 1, shorter, result)
+    real = column < width
+    total = _window(
+        x,
+        state,
+        weight,
+        carry_rows,
+        window_rows,
+        x_row,
+        weight_channel,
+        weight_tap,
+        T,
+        t,
+        plane * width + column,
+        real,
+        PLANES * width,
+        TAPS,
+    )
+    result = _activated(total, plane, l2_eps, PLANES, UNIT)
     place = (plane * (T - first) + t - first)[:, None] * width + column[None, :]
-    tl.store(out + place, result.to(out.dtype.element_ty), mask=real & (t < T)[:, None])
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=real[None, :] & (t < T)[:, None])
+
+
+@triton.jit(do_not_specialize=["T", "first"])  # type: ignore[untyped-decorator]
+def _walk(
+    x: tl.tensor,
+    state: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    carry_rows: tl.tensor,
+    window_rows: tl.tensor,
+    x_row: tl.tensor,
+    weight_channel: tl.tensor,
+    weight_tap: tl.tensor,
+    T: tl.tensor,
+    first: tl.tensor,
+    width: tl.tensor,
+    l2_eps: tl.tensor,
+    TAPS: tl.constexpr,
+    RUN: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PLANES: tl.constexpr,
+    UNIT: tl.constexpr,
+) -> None:
+    """As ``_convolve`` for windows of four, along ``RUN`` tokens. Where all of these have their window in the step it
+    is kept in registers; a run in which a sequence starts goes by window rows."""
+    tl.static_assert(TAPS == 4 and STEP == 4)
+    start = first + tl.program_id(0).to(tl.int64) * RUN
+    blocks = tl.cdiv(width, BLOCK)
+    plane = tl.program_id(1) // blocks
+    column = (tl.program_id(1) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    real = column < width
+    channel = plane * width + column
+    mine = start + tl.arange(0, RUN)
+    earliest = tl.load(window_rows + mine * TAPS, mask=mine < T, other=0)
+    odd = (mine < T) & ((earliest <= 0) | (earliest != mine - (TAPS - 2)))
+    place = out + (plane * (T - first) + start - first) * width + column
+    if tl.max(odd.to(tl.int32), axis=0) == 0:
+        taps = weight + channel * weight_channel
+        w0 = tl.load(taps, mask=real, other=0.0).to(tl.float32)
+        w1 = tl.load(taps + weight_tap, mask=real, other=0.0).to(tl.float32)
+        w2 = tl.load(taps + 2 * weight_tap, mask=real, other=0.0).to(tl.float32)
+        w3 = tl.load(taps + 3 * weight_tap, mask=real, other=0.0).to(tl.float32)
+        at = x + start * x_row + channel
+        a = tl.load(at - 3 * x_row, mask=real, other=0.0).to(tl.float32)
+        b = tl.load(at - 2 * x_row, mask=real, other=0.0).to(tl.float32)
+        c = tl.load(at - x_row, mask=real, other=0.0).to(tl.float32)
+        d = tl.load(at, mask=real, other=0.0)
+        e = tl.load(at + x_row, mask=real & (start + 1 < T), other=0.0)
+        f = tl.load(at + 2 * x_row, mask=real & (start + 2 < T), other=0.0)
+        g = tl.load(at + 3 * x_row, mask=real & (start + 3 < T), other=0.0)
+        for step in tl.range(0, RUN, STEP, num_stages=1):
+            t = start + step
+            d0, d1, d2, d3 = d.to(tl.float32), e.to(tl.float32), f.to(tl.float32), g.to(tl.float32)
+            at += STEP * x_row
+            more = real & (step + STEP < RUN)
+            d = tl.load(at, mask=more & (t + 4 < T), other=0.0)
+            e = tl.load(at + x_row, mask=more & (t + 5 < T), other=0.0)
+            f = tl.load(at + 2 * x_row, mask=more & (t + 6 < T), other=0.0)
+            g = tl.load(at + 3 * x_row, mask=more & (t + 7 < T), other=0.0)
+            r0 = tl.fma(d0, w3, tl.fma(c, w2, tl.fma(b, w1, a * w0)))
+            r1 = tl.fma(d1, w3, tl.fma(d0, w2, tl.fma(c, w1, b * w0)))
+            r2 = tl.fma(d2, w3, tl.fma(d1, w2, tl.fma(d0, w1, c * w0)))
+            r3 = tl.fma(d3, w3, tl.fma(d2, w2, tl.fma(d1, w1, d0 * w0)))
+            r0 = _activated(r0[None, :], plane, l2_eps, PLANES, UNIT).to(out.dtype.element_ty)
+            r1 = _activated(r1[None, :], plane, l2_eps, PLANES, UNIT).to(out.dtype.element_ty)
+            r2 = _activated(r2[None, :], plane, l2_eps, PLANES, UNIT).to(out.dtype.element_ty)
+            r3 = _activated(r3[None, :], plane, l2_eps, PLANES, UNIT).to(out.dtype.element_ty)
+            row = (place + step * width)[None, :]
+            tl.store(row, r0, mask=(real & (t < T))[None, :])
+            tl.store(row + width, r1, mask=(real & (t + 1 < T))[None, :])
+            tl.store(row + 2 * width, r2, mask=(real & (t + 2 < T))[None, :])
+            tl.store(row + 3 * width, r3, mask=(real & (t + 3 < T))[None, :])
+            a, b, c = d1, d2, d3
+    else:
+        for step in tl.range(0, RUN, 2, num_stages=1):
+            t = start + step + tl.arange(0, 2)
+            total = _window(
+                x,
+                state,
+                weight,
+                carry_rows,
+                window_rows,
+                x_row,
+                weight_channel,
+                weight_tap,
+                T,
+                t,
+                channel,
+                real,
+                PLANES * width,
+                TAPS,
+            )
+            result = _activated(total, plane, l2_eps, PLANES, UNIT).to(out.dtype.element_ty)
+            rows = place[None, :] + (step + tl.arange(0, 2))[:, None] * width
+            tl.store(rows, result, mask=real[None, :] & (t < T)[:, None])
 
 
 @triton.jit(do_not_specialize=["first"])  # type: ignore[untyped-decorator]

@@ -54,6 +54,40 @@ def test_short_conv_keeps_only_the_end_of_a_long_chunk() -> None:
     assert bool(mine["state"][[0, 1, 2, 6, 7, 8]].isnan().all())
 
 
+@pytest.mark.parametrize("walk", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("starts", "lengths", "first"),
+    [([0], [70], 0), ([5, 0], [1, 140], 1), ([9, 3, 0, 2, 40], [1, 1, 33, 1, 100], 2), ([8], [41], 0)],
+)
+def test_heads_conv_equals_the_formula(
+    starts: list[int], lengths: list[int], first: int, walk: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs with a sequence's start in them and without, over several blocks of channels of 16 with heads of 8."""
+    monkeypatch.setattr(triton_conv, "WALK_CHANNELS", 16)
+    monkeypatch.setattr(triton_conv, "HEAD_CHANNELS", 16)
+    heads, dim, tokens, slots = 3, 8, sum(lengths), [6 - r for r in range(len(starts))]
+    plan = plan_ring(starts, lengths, slots, window=4, ring_length=3)
+    x = torch.full((tokens + 2, 3 * heads * dim + 5), torch.nan)
+    x[:tokens, : 3 * heads * dim] = torch.randn(tokens, 3 * heads * dim)
+    state = torch.full((7, 3, 3 * heads * dim), torch.nan)
+    for slot, start in zip(slots, starts, strict=True):
+        for back in range(1, min(start, 3) + 1):
+            state[slot, (start - back) % 3] = torch.randn(3 * heads * dim)
+    x, state = x[:, : 3 * heads * dim].to(dtype), state.view(21, -1).to(dtype)
+    weight = torch.randn(4, 3 * heads * dim).t()
+    mine = map_tensors({"x": x, "state": state, "weight": weight, "plan": plan}, lambda t: t.clone().to(DEVICE))
+    got = triton_conv.heads_conv(**mine, tokens=tokens, first=first, dim=dim, walk=walk).float().cpu()
+    truth = state.float().clone()
+    summed = reference.short_conv(x[:tokens].float(), truth, weight, plan=plan)[first:]
+    want = summed.view(-1, 3, heads, dim).transpose(0, 1).clone()
+    want[:2] *= torch.rsqrt(want[:2].square().sum(-1, keepdim=True) + torch_impl.L2_EPS)
+    torch.testing.assert_close(got, want, rtol=relative(dtype), atol=4 * FP32_ROUNDING)
+    for slot in slots[:first]:  # whose rings are left to another kernel
+        truth[3 * slot : 3 * slot + 3] = state[3 * slot : 3 * slot + 3].float()
+    assert torch.equal(mine["state"].float().cpu().nan_to_num(7.0), truth.nan_to_num(7.0))
+
+
 @pytest.mark.parametrize("bound", [-5.0, None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gate_equals_the_formula(bound: float | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
