@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from benchmarks import step_trace
 from benchmarks.hisparse_gpu import CASES, chosen, compared, main, parsed
 from benchmarks.replayed_selections import REAL, ReplayedSelections, indexer
-from scripts.trace_timeline import drawing
+from scripts.trace_timeline import COLORS, drawing
 
 SMALL = ["--device", "cpu", "--config", "tiny", "--context", "512", "--steps", "4", "--warm", "3"]
 
@@ -113,8 +114,13 @@ def test_a_step_is_cut_out_and_its_copies_measured() -> None:
     step = step_trace.from_zero(steps[1])
     assert step_trace.copies(step) == {"copy_ms": 0.1, "copy_beside_compute": 0.5, "step_us": 250.0}
     picture = drawing(step, {"case": "A:90"})
-    assert picture.count("<rect") == 1 + 4
+    assert picture.count("<rect") == 1 + 2 * 4  # the whole step, and around its copy
     assert "rows from the host" in picture
     assert "50% of it beside compute" in picture
+    assert "blocks that move" not in picture
+    moving = [*step, *(kernel("Memcpy DtoH (Device -> Pinned)", ts, 9, tid) for ts, tid in ((190, 7), (90, 8)))]
+    assert drawing(moving, {}).count(COLORS["blocks that move"]) == 2  # not the one that brings tokens
+    early = [kernel("_attend", 0, 100), kernel("merge", 2, 110)]
+    assert re.findall(r'width="([0-9.]+)" height="26"', drawing(early, {})) == ["826.79", "99.21"]
     with pytest.raises(SystemExit, match="nothing to draw"):
         drawing([], {})
