@@ -34,6 +34,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_load_compiles_nothing_that_the_start_did_not(start: dict[str, Any]) -> None:
     assert start["late"] == []
     assert start["stages"]["captures"] > 30
+    assert start["counts"]["_copy_slot"] == 1  # which a prefix that is shared needs, and no step
 
 
 def test_steps_of_every_kind_are_needed(start: dict[str, Any]) -> None:
@@ -51,7 +52,7 @@ def test_nothing_is_compiled_again_for_how_pointers_lie_or_whether_rows_are_padd
     most = {"_select_kernel": 4, "_pick_kernel": 1, "_choose": 3, "_map_kernel": 1, "_finish": 4, "attend": 3}
     for name, count in most.items():
         assert start["counts"].get(name, 0) <= count, name
-    assert sum(start["counts"].values()) <= 70
+    assert sum(start["counts"].values()) <= 71
 
 
 def test_the_pretence_asks_no_real_device() -> None:

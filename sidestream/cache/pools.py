@@ -109,10 +109,9 @@ class CachePools:
     @torch.inference_mode()
     def copy_slots(self, copies: Sequence[SlotCopy]) -> None:
         """Copy all state of a slot to another, pair after pair, on the current stream."""
-        to, taken = [copy.target for copy in copies], [copy.source for copy in copies]
-        for state in self._states if copies else ():
-            slots = state.transpose(0, 1)
-            copy_slots(slots, slots, to=to, taken=taken)
+        if copies and self._states:
+            slots = [state.transpose(0, 1) for state in self._states]
+            copy_slots(*slots, to=[copy.target for copy in copies], taken=[copy.source for copy in copies])
 
     def poison(self) -> None:
         """For tests: fill all memory, scratch too, with NaN, or with 0x7f bytes where the dtype is not a float."""

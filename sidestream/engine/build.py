@@ -20,6 +20,7 @@ from sidestream.cache.pools import CachePools
 from sidestream.config.engine import EngineConfig
 from sidestream.config.model import AttentionKind, IndexerKind, ModelConfig
 from sidestream.config.resolved import ResolvedConfig, resolve, resolve_cudagraph_mode
+from sidestream.core.batch import SCRATCH_SLOT, SlotCopy
 from sidestream.core.protocols import LayerObserver
 from sidestream.engine.backends import kernels_made_ready, memory_size, open_backend
 from sidestream.engine.compile_steps import compile_steps
@@ -274,6 +275,8 @@ def start_runner(
             weight_bytes=weight_bytes,
             observer=observer,
         )
+        if config.prefix_caching and config.needs_snapshots:
+            pools.copy_slots([SlotCopy(SCRATCH_SLOT, SCRATCH_SLOT)])  # compiles: no step does, until there is a hit
         if capture and runner.graphs is not None:
             runner.capture(None if clock is None else _counted_captures(runner, clock))
     return runner

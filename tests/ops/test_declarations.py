@@ -96,6 +96,10 @@ def test_everything_declared_as_read_matters(case: Case) -> None:
             if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point:
                 continue
             other[name] = value * -0.5 - 1.0
+            before = base[name].clone()
             pairs = list(zip(call(function, base), call(function, other), strict=True))
             pairs += [(base[written], other[written]) for written in writes - {name}]
+            if name in writes:  # what it became where it changed
+                changed = (base[name] != before) & ~(base[name].isnan() & before.isnan())
+                pairs.append((base[name][changed], other[name][changed]))
             assert any(not same(a, b) for a, b in pairs), f"{name} is declared as read, but nothing depends on it"

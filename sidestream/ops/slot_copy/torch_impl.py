@@ -1,4 +1,4 @@
-"""Slot copies in torch: one copy a slot, whatever the number of layers."""
+"""Slot copies in torch: one copy a slot and kind of state, whatever the number of layers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ from collections.abc import Sequence
 import torch
 
 
-def copy_slots(target: torch.Tensor, source: torch.Tensor, *, to: Sequence[int], taken: Sequence[int]) -> None:
-    """Copy ``source[taken[i]]`` to ``target[to[i]]``, byte for byte and one after the other.
+def copy_slots(
+    first: torch.Tensor,
+    second: torch.Tensor | None = None,
+    third: torch.Tensor | None = None,
+    *,
+    to: Sequence[int],
+    taken: Sequence[int],
+) -> None:
+    """Copy slot ``taken[i]`` of each tensor to its slot ``to[i]``, byte for byte and one after the other.
 
     Args:
-        target, source: [S, ...] of one type and any stride; they may be the same tensor.
+        first, second, third: kinds of state, [S, ...] of any type and stride.
     """
+    states = [state for state in (first, second, third) if state is not None]
     for place, slot in zip(to, taken, strict=True):
-        target[place].copy_(source[slot])
+        for state in states:
+            state[place].copy_(state[slot])
