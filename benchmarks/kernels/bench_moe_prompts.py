@@ -35,7 +35,7 @@ from sidestream.ops.moe import triton_grouped
 from sidestream.ops.moe.triton_tiles import ExpertTiles, Roles, expert_tiles
 
 EXPERTS = 64
-ROLES = (Roles(2, 4), Roles(3, 3))
+ROLES = (Roles(2, 4), Roles(3, 3), Roles(2, 4, gathered=True), Roles(3, 3, gathered=True))
 
 
 def variants(tokens: int) -> dict[str, ExpertTiles]:

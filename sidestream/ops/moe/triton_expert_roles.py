@@ -16,6 +16,7 @@ alone tests this whole.
 from __future__ import annotations
 
 import torch
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -27,12 +28,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sidestream.ops.moe.triton_expert_feed import ask_expert, expert_of, supply
 from sidestream.ops.moe.triton_plan import arrange
-from sidestream.ops.moe.triton_swiglu import clamped_swiglu
 from sidestream.ops.moe.triton_tiles import Roles
 
 _PROGRAMS = 132
 """One a multiprocessor of an H100 or H200."""
+_ALL = gl.constexpr(tl.PropagateNan.ALL)
+_SILU = gl.constexpr(
+    """{
+    .reg .f32 e;
+    mul.f32 e, $1, 0fBFB8AA3B;
+    ex2.approx.ftz.f32 e, e;
+    add.f32 e, e, 0f3F800000;
+    rcp.approx.ftz.f32 e, e;
+    mul.f32 $0, $1, e;
+    }"""
+)
+"""x / (1 + 2 ** (-x * log2(e))), to an ulp or two of fp32; a gate of -inf is NaN, as by the formula."""
 _TILE = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
 _RESULT = gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16)
 
@@ -59,10 +72,14 @@ def partial_sums(
     assert inner % 128 == 0, f"inner size {inner} is no multiple of 128"
     if x.stride(0) % 8 or x.data_ptr() % 16:  # the copy engine reads lines of 16 bytes
         x = x.contiguous()
+    assert T * x.stride(0) < 2**31, f"{T} rows {x.stride(0)} apart are beyond 32 bits"
     pairs, arranged_rows = T * (top_k + w2.shape[0] - num_experts), routed_blocks * roles.rows
-    scratch = torch.empty(max(pairs, arranged_rows), H, dtype=x.dtype, device=x.device)
-    arranged, partial = scratch[:arranged_rows], scratch[:pairs]  # nobody reads the first when the second is written
-    arrange(x, order, block_expert, top_k=top_k, into=arranged)
+    if roles.gathered:
+        arranged = partial = torch.empty(pairs, H, dtype=x.dtype, device=x.device)
+    else:  # in the same place, since nobody reads the first when the second is written
+        scratch = torch.empty(max(pairs, arranged_rows), H, dtype=x.dtype, device=x.device)
+        arranged, partial = scratch[:arranged_rows], scratch[:pairs]
+        arrange(x, order, block_expert, top_k=top_k, into=arranged)
     hidden = torch.empty(blocks * roles.rows, inner, dtype=x.dtype, device=x.device)
     dense = _described(x, 64)
     for source, weights, target, gated in (
@@ -71,8 +88,9 @@ def partial_sums(
     ):
         parts = inner // 128 if gated else H // 256
         products[(min(_PROGRAMS, blocks * parts),)](
-            _described(source, 64),
+            x if gated and roles.gathered else _described(source, 64),
             dense,
+            x.stride(0),
             _described(weights, 128),
             target,
             *where,
@@ -85,6 +103,7 @@ def partial_sums(
             stages=roles.stages,
             gated=gated,
             limited=swiglu_limit is not None,
+            gathered=gated and roles.gathered,
             num_warps=4,
         )
     return partial
@@ -97,62 +116,27 @@ def _described(matrix: torch.Tensor, rows: int, layout: gl.NVMMASharedLayout = _
 
 
 @gluon.jit
-def _expert_of(block, plan):
-    """-1: the block is not needed."""
-    _, block_expert, _, routed_blocks, shared_blocks, num_experts, _ = plan
-    if block < routed_blocks:
-        expert = gl.load(block_expert + block)
-    else:
-        expert = num_experts + (block - routed_blocks) // shared_blocks
-    return expert
-
-
-@gluon.jit
-def _feed(sources, memory, barriers, plan, kinds):
-    """Bring each stage of each tile: ``groups`` times 64 rows, and two halves of the weight rows."""
-    arranged, dense, weights = sources
-    rows, columns = memory
-    full, empty = barriers
-    _, _, _, routed_blocks, shared_blocks, _, blocks = plan
-    parts, depth, groups, stages, gated = kinds
-    stage = 0
-    turn = 1
-    for tile in range(gl.program_id(0), blocks * parts, gl.num_programs(0)):
-        block = tile // parts
-        expert = _expert_of(block, plan)
-        if expert >= 0:
-            if gated:
-                first = expert * (2 * parts * 128) + tile % parts * 128
-                second = first + parts * 128
-            else:
-                first = (expert * parts + tile % parts) * 256
-                second = first + 128
-            row = block * (groups * 64)
-            if gated:
-                shared_row = (block - routed_blocks) % shared_blocks * (groups * 64)
-            for k in range(0, depth, 64):
-                mbarrier.wait(empty.index(stage), turn)
-                ready = full.index(stage)
-                mbarrier.expect(ready, (groups * 64 + 256) * 64 * 2)
-                for group in gl.static_range(groups):
-                    target = rows.index(stage * groups + group)
-                    if gated:
-                        if block < routed_blocks:
-                            tma.async_copy_global_to_shared(arranged, [row + group * 64, k], ready, target)
-                        else:
-                            tma.async_copy_global_to_shared(dense, [shared_row + group * 64, k], ready, target)
-                    else:
-                        tma.async_copy_global_to_shared(arranged, [row + group * 64, k], ready, target)
-                tma.async_copy_global_to_shared(weights, [first, k], ready, columns.index(stage * 2))
-                tma.async_copy_global_to_shared(weights, [second, k], ready, columns.index(stage * 2 + 1))
-                stage = (stage + 1) % stages
-                turn = turn ^ (stage == 0).to(gl.int32)
-
-
-@gluon.jit
 def _halves(total):
     """[64, 256] as two [64, 128]: every thread has its part of both."""
     return total.reshape([64, 2, 128]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _swiglu(gate, up, limit, limited: gl.constexpr):
+    """``triton_swiglu.clamped_swiglu`` in half the instructions: the tensor cores wait for it."""
+    if limited:
+        gate = gl.minimum(gate, limit, propagate_nan=_ALL)
+        up = gl.minimum(up, limit, propagate_nan=_ALL)
+        up = gl.maximum(up, -limit, propagate_nan=_ALL)
+    silu = gl.inline_asm_elementwise(_SILU, "=f,f", [gate], gl.float32, is_pure=True, pack=1)
+    return silu * up
+
+
+@gluon.jit
+def _ask_pair(block, plan, group, groups: gl.constexpr):
+    """Begin to load the first pair of a group's rows; -1 if it has none, where the block is needed."""
+    order, _, _, routed_blocks, _, _, _ = plan
+    return gl.load(order + (block * groups + group) * 64, mask=block < routed_blocks, other=0)
 
 
 @gluon.jit
@@ -161,28 +145,39 @@ def _multiply(target, memory, barriers, plan, kinds, limit, mine):
     rows, columns, staged = memory
     full, empty = barriers
     order, _, tokens, routed_blocks, shared_blocks, _, blocks = plan
-    parts, depth, groups, stages, gated = kinds
-    group, top_k, limited = mine
+    parts, depth, groups, stages, gated, top_k = kinds
+    group, limited, gathered = mine
     width: gl.constexpr = 256 if groups == 2 else 128
     products: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
     by_row: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     stage = 0
     turn = 0
+    asked = ask_expert(gl.program_id(0) // parts, plan)
+    head = _ask_pair(gl.program_id(0) // parts, plan, group, groups)
     for tile in range(gl.program_id(0), blocks * parts, gl.num_programs(0)):
         block = tile // parts
-        expert = _expert_of(block, plan)
+        slot = (block * groups + group) * 64
+        shared_row = ((block - routed_blocks) % shared_blocks * groups + group) * 64
+        expert = expert_of(asked, block, plan)
+        used = gl.where(block < routed_blocks, head, tokens - 1 - shared_row) >= 0
+        asked = ask_expert((tile + gl.num_programs(0)) // parts, plan)
+        head = _ask_pair((tile + gl.num_programs(0)) // parts, plan, group, groups)
         if expert >= 0:
-            slot = (block * groups + group) * 64
-            shared_row = ((block - routed_blocks) % shared_blocks * groups + group) * 64
-            if block < routed_blocks:
-                used = gl.load(order + slot) >= 0
-            else:
-                used = shared_row < tokens
             if used:
+                if not gated:
+                    member = gl.arange(0, 64, layout=gl.SliceLayout(1, by_row))
+                    if block < routed_blocks:
+                        pair = gl.load(order + slot + member)
+                    else:
+                        token = shared_row + member
+                        shared = (block - routed_blocks) // shared_blocks
+                        pair = gl.where(token < tokens, tokens * (top_k + shared) + token, -1)
                 total = gl.zeros([64, 256], gl.float32, layout=products)
                 last = stage
                 for step in range(depth // 64):
                     mbarrier.wait(full.index(stage), turn)
+                    if gathered:
+                        fence_async_shared()
                     row = rows.index(stage * groups + group)
                     column = columns.index(stage).permute((1, 0))
                     total = warpgroup_mma(row, column, total, is_async=True)
@@ -195,7 +190,7 @@ def _multiply(target, memory, barriers, plan, kinds, limit, mine):
                 mbarrier.arrive(empty.index(last), count=1)
                 if gated:
                     gate, up = _halves(total)
-                    value = clamped_swiglu(gate, up, limit, limited).to(gl.bfloat16)
+                    value = _swiglu(gate, up, limit, limited).to(gl.bfloat16)
                     tma.store_wait(0)
                     gl.thread_barrier()
                     staged.store(value)
@@ -203,13 +198,6 @@ def _multiply(target, memory, barriers, plan, kinds, limit, mine):
                     gl.thread_barrier()
                     tma.async_copy_shared_to_global(target, [slot, tile % parts * 128], staged)
                 else:
-                    member = gl.arange(0, 64, layout=gl.SliceLayout(1, by_row))
-                    if block < routed_blocks:
-                        pair = gl.load(order + slot + member)
-                    else:
-                        token = shared_row + member
-                        shared = (block - routed_blocks) // shared_blocks
-                        pair = gl.where(token < tokens, tokens * (top_k + shared) + token, -1)
                     at = tile % parts * 256 + gl.arange(0, 128, layout=gl.SliceLayout(0, by_row))
                     lines = target + pair.to(gl.int64)[:, None] * (parts * 256) + at[None, :]
                     left, right = _halves(total.to(gl.bfloat16))
@@ -233,8 +221,9 @@ def _multiply(target, memory, barriers, plan, kinds, limit, mine):
 
 @gluon.jit(do_not_specialize=["tokens", "routed_blocks", "shared_blocks", "num_experts", "blocks"])
 def products(
-    arranged,
+    source,
     dense,
+    x_stride,
     weights,
     target,
     order,
@@ -252,10 +241,12 @@ def products(
     stages: gl.constexpr,
     gated: gl.constexpr,
     limited: gl.constexpr,
+    gathered: gl.constexpr,
 ):
-    """Rows of ``arranged`` [blocks * groups * 64, depth] (those of shared experts from ``dense`` [tokens, depth] where
-    ``gated``) times their experts' ``weights`` [experts * rows, depth], ``parts`` tiles of 256 weight rows an expert.
+    """Rows times their experts' ``weights`` [experts * rows, depth], ``parts`` tiles of 256 weight rows an expert.
 
+    ``source``: rows in the order of the plan, [blocks * groups * 64, depth]; where ``gated``, those of shared experts
+    come from ``dense`` [tokens, depth]. If ``gathered``, it points to the latter, and every row comes from there.
     ``target``: a descriptor of hidden [blocks * groups * 64, parts * 128], or partial [pairs, parts * 256].
     Rows of ``hidden`` without a pair are written where their group has one, and mean nothing.
     """
@@ -268,23 +259,26 @@ def products(
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(stages):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=129 if gathered else 1)
         mbarrier.init(empty.index(i), count=groups)
     fence_async_shared()
     gl.thread_barrier()
     plan = (order, block_expert, tokens, routed_blocks, shared_blocks, num_experts, blocks)
-    kinds: gl.constexpr = (parts, depth, groups, stages, gated)
+    kinds: gl.constexpr = (parts, depth, groups, stages, gated, top_k)
     barriers = (full, empty)
-    mine_0: gl.constexpr = (0, top_k, limited)
-    mine_1: gl.constexpr = (1, top_k, limited)
-    mine_2: gl.constexpr = (2, top_k, limited)
+    mine_0: gl.constexpr = (0, limited, gathered)
+    mine_1: gl.constexpr = (1, limited, gathered)
+    mine_2: gl.constexpr = (2, limited, gathered)
+    how: gl.constexpr = (gathered,)
+    memory = (rows, halves)
+    sources = (source, dense, x_stride, weights)
     if groups == 3:
         gl.warp_specialize(
             [
                 (_multiply, (target, (rows, columns, staged.index(0)), barriers, plan, kinds, limit, mine_0)),
                 (_multiply, (target, (rows, columns, staged.index(1)), barriers, plan, kinds, limit, mine_1)),
                 (_multiply, (target, (rows, columns, staged.index(2)), barriers, plan, kinds, limit, mine_2)),
-                (_feed, ((arranged, dense, weights), (rows, halves), barriers, plan, kinds)),
+                (supply, (sources, memory, barriers, plan, kinds, how)),
             ],
             [4, 4, 4],
             [160, 160, 32],
@@ -294,8 +288,8 @@ def products(
             [
                 (_multiply, (target, (rows, columns, staged.index(0)), barriers, plan, kinds, limit, mine_0)),
                 (_multiply, (target, (rows, columns, staged.index(1)), barriers, plan, kinds, limit, mine_1)),
-                (_feed, ((arranged, dense, weights), (rows, halves), barriers, plan, kinds)),
+                (supply, (sources, memory, barriers, plan, kinds, how)),
             ],
             [4, 4],
-            [232, 40],
+            [224, 56] if gathered else [232, 40],
         )

@@ -36,10 +36,12 @@ class Tiles:
 @dataclass(frozen=True, slots=True)
 class Roles:
     """Both products by warps with roles (``triton_expert_roles``): ``groups`` warpgroups of 64 rows each, fed up to
-    ``stages`` depths of 64 ahead. Shared memory has room for 2 groups with 4 stages or 3 with 3."""
+    ``stages`` depths of 64 ahead. Shared memory has room for 2 groups with 4 stages or 3 with 3. ``gathered``: rows of
+    x are picked by the kernel itself rather than copied in the order of the plan first."""
 
     groups: int
     stages: int
+    gathered: bool = False
 
     @property
     def rows(self) -> int:
