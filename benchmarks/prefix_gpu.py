@@ -25,7 +25,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,8 @@ def first_token(run: Run, built: BuiltEngine, args: argparse.Namespace, case: di
         taken = stats.snapshots_taken
         for kind in kinds:
             prompt = stem + draw(rng, args.prompt - args.shared, vocab)
-            took, case["cached_tokens"][kind] = serve(core, f"{turn} {kind}", prompt, clock_of(args.device))
+            served = serve(core, f"{turn} {kind}", prompt, clock_of(args.device))
+            took, case["cached_tokens"][kind] = served.seconds, served.cached_tokens
             if not turn:
                 case["compiling turn"][kind] = took
                 run.write()
@@ -216,10 +218,15 @@ def alone(run: Run, built: BuiltEngine, args: argparse.Namespace, case: dict[str
     """Seconds to the first token of a prompt alone that shares nothing, with the cache and without, in turns."""
     cores = in_turns(built)
     rng, vocab, clock = random.Random(9), built.config.model.vocab_size, clock_of(args.device)
-    compare(run, case, 2 * args.repeats, {
-        name: lambda turn, core=core: serve(core, str(turn), draw(rng, args.crowd_prompt, vocab), clock)[0]
-        for name, core in cores.items()
-    })  # fmt: skip
+    launches: dict[str, list[float]] = {name: [] for name in cores}
+
+    def one(name: str, turn: int) -> float:
+        served = serve(cores[name], str(turn), draw(rng, args.crowd_prompt, vocab), clock)
+        launches[name].append(served.launch)
+        return served.seconds
+
+    compare(run, case, 2 * args.repeats, {name: partial(one, name) for name in cores})
+    case["median us to launch"] = {name: statistics.median(own[1:]) * 1e6 for name, own in launches.items()}
 
 
 def nothing_shared(run: Run, built: BuiltEngine, args: argparse.Namespace, case: dict[str, Any]) -> None:
@@ -312,16 +319,27 @@ def clock_of(device: str) -> Callable[[], float]:
     return time.process_time if device == "cpu" else time.perf_counter
 
 
-def serve(core: EngineCore, name: str, prompt: Sequence[int], clock: Callable[[], float]) -> tuple[float, int]:
-    """Seconds from its arrival to the first token of a request alone, and what it took over."""
-    begin, took, cached = clock(), 0.0, 0
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Seconds from the arrival of a request alone to its first token, and until its first step was launched (on a CPU:
+    was done)."""
+
+    seconds: float
+    launch: float
+    cached_tokens: int
+
+
+def serve(core: EngineCore, name: str, prompt: Sequence[int], clock: Callable[[], float]) -> Served:
+    begin, took, launch, cached = clock(), 0.0, 0.0, 0
     core.add(make_request(name, prompt, max_tokens=2))
     while core.has_work():
-        for output in core.step():
+        outputs = core.step()
+        launch = launch or clock() - begin
+        for output in outputs:
             if output.cache_reason is not None:
                 took, cached = clock() - begin, output.cached_tokens
     assert took > 0.0, f"request {name!r} gave no token"
-    return took, cached
+    return Served(took, launch, cached)
 
 
 def make_request(name: str, prompt: Sequence[int], *, max_tokens: int) -> Request:

@@ -41,6 +41,7 @@ def test_every_case_gives_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for case, turns in (("alone", 4), ("nothing-shared", 2)):
         assert [len(times) for times in found[case]["all"].values()] == [turns, turns]
         assert found[case]["on over off"] > 0.0
+    assert set(found["alone"]["median us to launch"]) == {"on", "off"}
     assert set(prefix_gpu.CASES) <= set(found)
     assert build.compile_steps is before
 
