@@ -54,9 +54,10 @@ SWEEP = [
     Launch(True),
     Launch(True, early=True),
     Launch(True, early=True, ahead=True),
-    Launch(True, early=True, fused=True),
-    Launch(True, early=True, fused=True, warps=8),
-    Launch(True, early=True, fused=True, releases=True),
+    Launch(True, early=True, fused=True, columns=64, warps=4),
+    Launch(True, early=True, fused=True, columns=64, warps=8),
+    Launch(True, early=True, fused=True, columns=128, warps=8),
+    Launch(True, early=True, fused=True, columns=128, warps=8, releases=True),
     Launch(False),
 ]
 CHUNKS = [
@@ -239,7 +240,7 @@ def time_decodes(launches: list[Launch], results: dict[str, Any], until: float, 
             else:
                 times[str(launch)] = timed(lambda made, launch=launch: decode_step(**made, launch=launch), sets)
         parts = {"states scaled in place": timed(scale_states, sets)}
-        in_layer = time_in_layer(launches, sets) if rows in IN_LAYER else {}
+        in_layer = time_in_layer(launches, sets) if rows in IN_LAYER and time.monotonic() < until else {}
         chosen = times.get(str(Launch(True)))
         results["shapes"][rows] = {"floor_us": floor, "bar_us": BARS.get(rows), "us": times, "parts_us": parts}
         results["shapes"][rows]["in_layer_us"] = in_layer

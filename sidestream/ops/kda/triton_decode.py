@@ -36,10 +36,11 @@ class Launch:
         ordered: the second kernel is that of ``triton_advance``, which says its own launch.
         rows: of the step that a program of the first kernel takes, at least 16. More gain under 1 % at 128 rows.
         columns: of the state that the second kernel works on at once, while the next are on their way; if not ordered.
+            64 or 128 if fused.
         overlap: start the second kernel beside the first, where the device can.
         early: start the first kernel while the one before it ends: its weights never change, so it has them by then.
         ahead: start the second one then, too: it sends for its states meanwhile; if ordered, and needs ``early``.
-        fused: one kernel instead, that of ``triton_fused``; of the above only ``early`` counts.
+        fused: one kernel instead, that of ``triton_fused``; of the above only ``columns`` and ``early`` count.
         share: of a step's rows that its programs take each; so many that every program finds a place, if 0.
         warps: of its programs, 4 or 8.
         releases: let the kernel behind it start while it ends.
@@ -119,12 +120,12 @@ def decode_step(
     )
     constants = (H, L2_EPS, state.shape[1], D, plan.window, plan.length, lower_bound is not None)
     if launch.fused:
-        share = launch.share or _share(T, H)
+        share = launch.share or _share(T, H, launch.columns)
         triton_fused.fused[(H, triton.cdiv(T, share))](
             *(projected, conv_state, state, out, expand, *memories, *numbers, T, share, *constants),
-            *(early, launch.releases),
+            *(early, launch.releases, launch.columns, triton_fused.MOST_ROWS[launch.columns]),
             num_warps=launch.warps,
-            maxnreg=triton_fused.REGISTERS[launch.warps],
+            maxnreg=triton_fused.registers(launch.columns, launch.warps),
             **first_options,
         )
         return out
@@ -154,9 +155,10 @@ def decode_step(
     return out
 
 
-def _share(rows: int, heads: int) -> int:
+def _share(rows: int, heads: int, columns: int) -> int:
     """Rows of a head that a program takes: so many that all programs find a place at once, and all about as many."""
-    share = min(triton.cdiv(rows, max(triton_fused.PLACES // heads, 1)), triton_fused.MOST_ROWS)
+    groups = max(triton_fused.PLACES[columns] // heads, 1)
+    share = min(triton.cdiv(rows, groups), triton_fused.MOST_ROWS[columns])
     return int(triton.cdiv(rows, triton.cdiv(rows, share)))
 
 

@@ -57,11 +57,12 @@ def test_decode_step_equals_the_formula(rows: int, heads: int, dim: int, dtype: 
         assert torch.equal(owned(mine["conv_state"].cpu(), length=length), owned(case["conv_state"], length=length))
 
 
-@pytest.mark.parametrize("warps", [4, 8])
+@pytest.mark.parametrize(("columns", "warps"), [(64, 4), (64, 8), (128, 8)])
 @pytest.mark.parametrize(("rows", "share"), [(1, 1), (4, 3), (9, 16), (21, 5), (32, 16)])
-def test_a_fused_step_equals_the_formula(rows: int, share: int, warps: int) -> None:
+def test_a_fused_step_equals_the_formula(rows: int, share: int, columns: int, warps: int) -> None:
     """Whether the dispatcher uses it or not; a row a program, many, and fewer in the last one."""
-    launch = Launch(ordered=True, early=True, fused=True, share=share, warps=warps, releases=rows == 21)
+    sizes = {"share": share, "columns": columns, "warps": warps}
+    launch = Launch(ordered=True, early=True, fused=True, releases=rows == 21, **sizes)
     for versions, rollback, bounded in ((1, 0, True), (3, 2, False)):
         choice = {"padding": rows // 4, "versions": versions, "rollback": rollback, "bounded": bounded}
         case = decode_step_case(rows, HEADS, DIM, dtype=torch.bfloat16, **choice)

@@ -57,16 +57,17 @@ def test_a_step_equals_the_formula(versions: int, rollback: int, bounded: bool, 
 
 
 @KINDS
+@pytest.mark.parametrize("columns", [64, 128])
 @pytest.mark.parametrize("share", [1, 4, 16])
 @pytest.mark.parametrize("at_once", [False, True], ids=["copies arrive late", "copies arrive at once"])
 def test_a_fused_step_equals_the_formula(
-    versions: int, rollback: int, bounded: bool, share: int, at_once: bool
+    versions: int, rollback: int, bounded: bool, share: int, columns: int, at_once: bool
 ) -> None:
     """A row a program, several with fewer in the last, and all in one."""
     case = case_of(9, versions, rollback, bounded)
     mine = map_tensors(case, torch.clone)
-    given = (*arguments(mine, mine["expand"], (9, share), bounded), True)
-    helpers = (triton_advance._sigmoid, triton_fused._send)
+    given = (*arguments(mine, mine["expand"], (9, share), bounded), True, columns, 16)
+    helpers = (triton_advance._sigmoid, triton_fused._send, triton_fused._recall, triton_fused._learn)
     for program in ((h, group) for h in range(HEADS) for group in range(-(-9 // share))):
         run(triton_fused.fused, helpers, program, given, at_once=at_once)
     check(case, mine, given[3])

@@ -71,15 +71,16 @@ def test_several_steps_carry_the_state_and_the_ring() -> None:
     assert torch.equal(own["conv_state"][6:9].cpu(), kept["conv_state"][6:9])
 
 
+@pytest.mark.parametrize(("columns", "places", "most"), [(64, 264, 16), (128, 132, 32)])
 @pytest.mark.parametrize("heads", [8, 64, 300])
-def test_programs_of_the_fused_kernel_find_a_place_at_once(heads: int) -> None:
-    """Up to 16 rows each; with more they come in turns, and none of them has much less to do than others."""
+def test_programs_of_the_fused_kernel_find_a_place_at_once(heads: int, columns: int, places: int, most: int) -> None:
+    """Until they have all the rows that one takes; with more they come in turns, and none has nothing to do."""
     for rows in range(1, 300):
-        share = triton_decode._share(rows, heads)
+        share = triton_decode._share(rows, heads, columns)
         groups = -(-rows // share)
-        assert 1 <= share <= 16
-        assert heads * groups <= 264 or share == 16 or groups == -(-rows // 16)
-        assert groups == 1 or heads * groups * 2 > 264 or share == 1, "places stay empty though rows are many"
+        assert 1 <= share <= most
+        assert heads * groups <= places or groups == -(-rows // most)
+        assert groups == 1 or heads * groups * 2 > places or share == 1, "places stay empty though rows are many"
         assert rows > (groups - 1) * share, "a program has nothing to do"
 
 
