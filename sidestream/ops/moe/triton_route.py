@@ -14,6 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.ops.moe.triton_tiles import RouterTiles, dividing
 
+RANKED_EXPERTS = 0
+"""Up to so many experts, a power of two, each one's place is counted; more are searched for the best, once a place."""
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """The interpreter multiplies bf16 wrongly."""
 
@@ -30,11 +32,12 @@ def route(
     scale: float,
     live: torch.Tensor | None = None,
     tiles: RouterTiles | None,
+    ranked: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``torch_impl.route`` for at least one token; NaN counts as the worst score and still names experts.
 
     A token's bits depend on the token, on the number of tokens and on ``tiles``; without ``tiles`` the product is the
-    library's, and may depend on the batch as any GEMM's.
+    library's, and may depend on the batch as any GEMM's. ``ranked``: see ``RANKED_EXPERTS``, the default.
     """
     T, H = x.shape
     E = weight.shape[0]
@@ -67,6 +70,9 @@ def route(
     weights = torch.empty(T, top_k, dtype=torch.float32, device=x.device)
     ids = torch.empty(T, top_k, dtype=torch.int64, device=x.device)
     size = E // num_groups
+    groups, width = triton.next_power_of_2(num_groups), triton.next_power_of_2(size)
+    if ranked is None:
+        ranked = groups * width <= RANKED_EXPERTS
     _choose[(T,)](
         parts,
         bias,
@@ -84,9 +90,10 @@ def route(
         KEPT=topk_groups,
         ALL_KEPT=topk_groups == num_groups,
         NORMALISED=norm_topk_prob,
-        GROUPS=triton.next_power_of_2(num_groups),
-        SIZE=triton.next_power_of_2(size),
+        GROUPS=groups,
+        SIZE=width,
         PLACES=triton.next_power_of_2(top_k),
+        RANKED=ranked,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=1 if tiles is None else tiles.choice_warps,
@@ -124,7 +131,22 @@ def _scores(
     known, real = expert < num_experts, token < tokens
     x_row = tl.minimum(token, tokens - 1).to(tl.int64) * x_stride
     weight_row = tl.minimum(expert, num_experts - 1) * H
-    if DOT:
+    if DOT and STEPS == 1:
+        if PDL:
+            gdc_launch_dependents()
+        x_at, weight_at = x + x_row[:, None] + k[None, :], weight + weight_row[None, :] + k[:, None]
+        factor = tl.load(weight_at)  # weights never change, so they need not wait for the kernel before
+        if SPLIT:
+            high, middle, low = _terms(factor)
+        if PDL:
+            gdc_wait()
+        row = tl.load(x_at)
+        nothing = tl.zeros([ROWS, EXPERTS], tl.float32)
+        if SPLIT:
+            total = tl.dot(row, low, nothing) + tl.dot(row, middle, nothing) + tl.dot(row, high, nothing)
+        else:
+            total = tl.dot(row.to(tl.float32), factor, nothing, input_precision="ieee")
+    elif DOT:
         if PDL:
             gdc_launch_dependents()
             gdc_wait()
@@ -133,10 +155,7 @@ def _scores(
         for step in tl.range(0, STEPS, num_stages=STAGES):
             row, factor = tl.load(x_at + step * DEPTH), tl.load(weight_at + step * DEPTH)
             if SPLIT:
-                high = factor.to(tl.bfloat16)
-                rest = factor - high.to(tl.float32)
-                middle = rest.to(tl.bfloat16)
-                low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+                high, middle, low = _terms(factor)
                 total = tl.dot(row, low, total)
                 total = tl.dot(row, middle, total)
                 total = tl.dot(row, high, total)
@@ -145,7 +164,7 @@ def _scores(
     else:
         x_at = x + x_row[:, None, None] + k[None, None, :]
         weight_at = weight + weight_row[None, :, None] + k[None, None, :]
-        ahead = tl.load(weight_at)  # weights never change, so they need not wait for the kernel before
+        ahead = tl.load(weight_at)
         if PDL:
             gdc_launch_dependents()
             gdc_wait()
@@ -155,6 +174,15 @@ def _scores(
         total = tl.sum(lanes, 2)
     at = parts + (split.to(tl.int64) * tokens + token[:, None]) * num_experts + expert[None, :]
     tl.store(at, total, mask=real[:, None] & known[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _terms(factor: tl.tensor) -> tl.tensor:
+    """fp32 as three bf16 terms."""
+    high = factor.to(tl.bfloat16)
+    rest = factor - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -191,22 +219,25 @@ def _choose(
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
     PLACES: tl.constexpr,
+    RANKED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """One token: experts lie as [GROUPS, SIZE], so that a group's best two are maxima over an axis. ``live`` counts if
     ``padded``."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, GROUPS), tl.arange(0, SIZE)
     there = (group[:, None] < num_groups) & (member[None, :] < size)
     expert = group[:, None] * size + member[None, :]
+    added = tl.load(bias + expert, mask=there, other=0.0)  # never changes
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    alive = tl.load(live + token, mask=padded != 0, other=1) > 0
     logit = tl.zeros([GROUPS, SIZE], tl.float32)
     for split in tl.static_range(SPLITS):
         logit += tl.load(parts + (token + split * tokens) * num_experts + expert, mask=there, other=0.0)
     score = 1.0 / (1.0 + tl.exp(-logit))
-    biased = score + tl.load(bias + expert, mask=there, other=0.0)
+    biased = score + added
     biased = tl.where(biased == biased, biased, -float("inf"))
     if not ALL_KEPT:
         key = _rank(biased, expert, there)
@@ -223,21 +254,29 @@ def _choose(
             group_key = tl.where(taken, -0x7FFFFFFFFFFFFFFF, group_key)
         there = there & kept[:, None]
     key = _rank(biased, expert, there)
-    place = tl.arange(0, PLACES)
-    chosen_ids = tl.zeros([PLACES], tl.int64)
-    for i in tl.static_range(TOP_K):
-        best_key = tl.max(tl.max(key, 1), 0)
-        chosen_ids = tl.where(place == i, -best_key & 0xFFFF, chosen_ids)
-        key = tl.where(key == best_key, -0x7FFFFFFFFFFFFFFF, key)
-    # Read again rather than picked from the tile, which would cost a reduction a place. The same sum, the same bits.
-    chosen_logit = tl.zeros([PLACES], tl.float32)
-    for split in tl.static_range(SPLITS):
-        chosen_logit += tl.load(parts + (token + split * tokens) * num_experts + chosen_ids)
-    chosen = tl.where(place < TOP_K, 1.0 / (1.0 + tl.exp(-chosen_logit)), 0.0)
+    if RANKED:
+        # All pairs are compared at once: a search a place is a chain of TOP_K searches.
+        keys, score = key.reshape(GROUPS * SIZE), score.reshape(GROUPS * SIZE)
+        place = tl.sum((keys[:, None] > keys[None, :]).to(tl.int32), 0)
+        taken = place < TOP_K
+        chosen = tl.where(taken, score, 0.0)
+        chosen_ids = -keys & 0xFFFF
+    else:
+        place = tl.arange(0, PLACES)
+        taken = place < TOP_K
+        chosen_ids = tl.zeros([PLACES], tl.int64)
+        for i in tl.static_range(TOP_K):
+            best_key = tl.max(tl.max(key, 1), 0)
+            chosen_ids = tl.where(place == i, -best_key & 0xFFFF, chosen_ids)
+            key = tl.where(key == best_key, -0x7FFFFFFFFFFFFFFF, key)
+        # Read again rather than picked from the tile, which would cost a reduction a place: the same sum and bits.
+        chosen_logit = tl.zeros([PLACES], tl.float32)
+        for split in tl.static_range(SPLITS):
+            chosen_logit += tl.load(parts + (token + split * tokens) * num_experts + chosen_ids)
+        chosen = tl.where(taken, 1.0 / (1.0 + tl.exp(-chosen_logit)), 0.0)
     if NORMALISED:
         chosen = chosen / (tl.sum(chosen, 0) + 1e-20)
-    alive = tl.load(live + token, mask=padded != 0, other=1) > 0
     chosen_ids = tl.where(alive, chosen_ids, -1)
     at = token * TOP_K + place
-    tl.store(weights + at, chosen * scale, mask=place < TOP_K)
-    tl.store(ids + at, chosen_ids, mask=place < TOP_K)
+    tl.store(weights + at, chosen * scale, mask=taken)
+    tl.store(ids + at, chosen_ids, mask=taken)

@@ -19,6 +19,7 @@ from tests.tolerances import BF16_OUTPUT, BF16_STEPS, FP32_GEMM, FP32_ROUNDING
 ROUTERS: dict[str, Any] = {
     "lanes": RouterTiles(4, 4, 32, 2, 4, 1, dot=False),
     "dot": RouterTiles(16, 16, 32, 4, 4, 2, dot=True),
+    "dot in two steps": RouterTiles(16, 16, 32, 1, 4, 2, dot=True),
     "library": None,
 }
 SMALL = ExpertTiles(16, Tiles(16, 32, 4, 2), Tiles(32, 16, 4, 2))
@@ -37,29 +38,31 @@ def routed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, **named: A
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize(("num_groups", "topk_groups"), [(1, 1), (4, 2), (3, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_route_equals_a_sort(router: str, num_groups: int, topk_groups: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("ranked", [False, True], ids=["searched", "ranked"])
+def test_route_equals_a_sort(router: str, num_groups: int, topk_groups: int, dtype: torch.dtype, ranked: bool) -> None:
     weight, bias = random_router(24, 64)
     x = torch.randn(5, 70).to(dtype)[:, 3:67]
     named = choice(num_groups, topk_groups, norm=num_groups != 3)
-    weights, ids = routed(x, weight, bias, **named, tiles=ROUTERS[router])
+    weights, ids = routed(x, weight, bias, **named, tiles=ROUTERS[router], ranked=ranked)
     want_weights, want_ids = reference.route(x, weight, bias, **named)
     assert torch.equal(ids, want_ids)
     torch.testing.assert_close(weights, want_weights, rtol=0, atol=FP32_ROUNDING)
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_ties_go_to_the_lowest_id_and_large_biases_select_as_fp32(router: str) -> None:
-    tiles = ROUTERS[router]
+@pytest.mark.parametrize("ranked", [False, True], ids=["searched", "ranked"])
+def test_ties_go_to_the_lowest_id_and_large_biases_select_as_fp32(router: str, ranked: bool) -> None:
+    tiles = {"tiles": ROUTERS[router], "ranked": ranked}
     bias = torch.zeros(24)
     bias[5] = 1.0
     x = torch.randn(2, 64)
-    _, ids = routed(x, torch.zeros(24, 64), bias, **choice(1, 1), tiles=tiles)
+    _, ids = routed(x, torch.zeros(24, 64), bias, **choice(1, 1), **tiles)
     assert ids.tolist() == [[5, 0, 1, 2]] * 2
-    _, ids = routed(x, torch.zeros(24, 64), torch.zeros(24), **choice(3, 2, top_k=10), tiles=tiles)
+    _, ids = routed(x, torch.zeros(24, 64), torch.zeros(24), **choice(3, 2, top_k=10), **tiles)
     assert ids.tolist() == [list(range(10))] * 2
     weight, bias = torch.zeros(64, 64), 7 + torch.arange(64) * 1e-3
     weight[:, 0] = torch.linspace(-1e-4, 1e-4, 64).flip(0)
-    weights, ids = routed(torch.ones(2, 64).bfloat16(), weight, bias, **choice(1, 1, top_k=8), tiles=tiles)
+    weights, ids = routed(torch.ones(2, 64).bfloat16(), weight, bias, **choice(1, 1, top_k=8), **tiles)
     assert ids.tolist() == [list(range(63, 55, -1))] * 2
     torch.testing.assert_close(weights, torch.full((2, 8), 2.5 / 8), rtol=0, atol=1e-4)
 
@@ -74,22 +77,36 @@ def test_the_depth_is_split_as_it_divides() -> None:
     torch.testing.assert_close(weights, want_weights, rtol=0, atol=FP32_ROUNDING)
 
 
+@pytest.mark.parametrize("ranked", [False, True], ids=["searched", "ranked"])
+def test_a_padding_row_chooses_nobody(ranked: bool) -> None:
+    weight, bias = random_router(24, 64)
+    x, named = torch.randn(4, 64), {**choice(1, 1), "tiles": ROUTERS["lanes"], "ranked": ranked}
+    live = torch.tensor([1, 0, 5, 0], device=DEVICE)
+    whole_weights, whole_ids = routed(x, weight, bias, **named)
+    weights, ids = routed(x, weight, bias, **named, live=live)
+    assert torch.equal(weights, whole_weights)
+    assert torch.equal(ids[::2], whole_ids[::2])
+    assert ids[1::2].tolist() == [[-1] * 4] * 2
+
+
 def test_negative_scores_sort_downwards() -> None:
     """Biases far below zero: the keys of negative floats must not run backwards."""
     bias = -torch.arange(24) * 3.0
     bias[7] = float("-inf")
     named = choice(4, 2, top_k=12)
     x, weight = torch.randn(3, 64), torch.randn(24, 64) / 8
-    _, ids = routed(x, weight, bias, **named, tiles=ROUTERS["lanes"])
-    assert torch.equal(ids, reference.route(x, weight, bias, **named)[1])
+    for ranked in (False, True):
+        _, ids = routed(x, weight, bias, **named, tiles=ROUTERS["lanes"], ranked=ranked)
+        assert torch.equal(ids, reference.route(x, weight, bias, **named)[1])
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")  # numpy interprets
+@pytest.mark.parametrize("ranked", [False, True], ids=["searched", "ranked"])
 @pytest.mark.parametrize("num_groups", [1, 3])
-def test_a_garbage_row_names_experts_and_hurts_no_other(num_groups: int) -> None:
+def test_a_garbage_row_names_experts_and_hurts_no_other(num_groups: int, ranked: bool) -> None:
     weight, bias = random_router(24, 64)
     x = torch.randn(4, 64)
-    named = {**choice(num_groups, 1), "tiles": ROUTERS["dot"]}
+    named = {**choice(num_groups, 1), "tiles": ROUTERS["dot"], "ranked": ranked}
     clean_weights, clean_ids = routed(x, weight, bias, **named)
     for poison in (torch.nan, torch.inf, 1e38):
         x[1] = poison
