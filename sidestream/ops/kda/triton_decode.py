@@ -13,7 +13,7 @@ made there too, to ``triton_fused``; others to the kernel below.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -58,8 +58,8 @@ class Launch:
     releases: bool = False
 
 
-FUSED_ROWS = 0
-"""Most rows of a step that ``triton_fused`` takes."""
+FUSES, FUSED = False, Launch(ordered=True, early=True, fused=True, columns=128, warps=8)
+"""Whether ``triton_fused`` is used, for any number of rows or none, and how it is launched."""
 EARLY_ROWS = 16
 """Most rows for which the first of two kernels starts early: 2.4 us less for one row, 0.5 for 16, but 1 more for 64."""
 
@@ -165,16 +165,16 @@ def _share(rows: int, heads: int, columns: int) -> int:
 _PLAIN = partial(decode_step, launch=Launch(ordered=False))
 _TRIED = {
     "ordered": partial(decode_step, launch=Launch(ordered=True)),
-    "fused": partial(decode_step, launch=Launch(True, early=True, fused=True, share=4)),  # else one row a program
+    "fused": partial(decode_step, launch=replace(FUSED, share=4)),  # few rows would be one a program
 }
 
 
 def _chosen(projected: torch.Tensor, rows: int) -> Launch:
     """Of the kernels for Hopper, if it does there what the plain one does."""
-    fused = rows <= FUSED_ROWS and projected.element_size() == 2
+    fused = FUSES and projected.element_size() == 2
     name = "fused" if fused else "ordered"
     right = first_use.agree(name, projected.device, _TRIED[name], _PLAIN)
-    return Launch(ordered=right, early=fused or rows <= EARLY_ROWS, fused=fused and right)
+    return FUSED if fused and right else Launch(ordered=right, early=rows <= EARLY_ROWS)
 
 
 @triton.jit(do_not_specialize=["T"])  # type: ignore[untyped-decorator]
