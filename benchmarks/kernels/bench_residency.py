@@ -15,6 +15,7 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,18 +51,23 @@ STEPPED = ((32, 2051, 2, 0.9),)
 RESOLVE_BAR = 15.0
 """Microseconds at most for 64 requests."""
 PLANS = [
-    CopyPlan(),
+    triton_copy.DEFAULT_PLAN,
     *(
         CopyPlan(warps=warps, programs=programs, early=True, vectors=True, pdl=pdl)
         for warps, programs, pdl in itertools.product((1, 2), (1024, 4096), (False, True))
     ),
+    *(
+        CopyPlan(programs=programs, total=programs, early=True, vectors=True, past_l1=past_l1, pdl=True)
+        for programs, past_l1 in ((16384, False), (4096, True), (1024, True))
+    ),
 ]
 BATCH_PLANS = [
-    CopyPlan(),
+    triton_copy.DEFAULT_PLAN,
     *(
         CopyPlan(total=total, early=True, vectors=True, pdl=pdl)
         for total, pdl in itertools.product((1024, 2048, 4096), (False, True))
     ),
+    CopyPlan(warps=2, total=2048, early=True, vectors=True, pdl=True),
 ]
 RESOLVES = [
     ResolvePlan(),
@@ -69,10 +75,9 @@ RESOLVES = [
     ResolvePlan(warps=32, once=True, early=True),
 ]
 STEPS = [
-    (ResolvePlan(), CopyPlan()),
-    (ResolvePlan(), CopyPlan(total=2048, early=True, vectors=True)),
-    (ResolvePlan(once=True), CopyPlan(total=2048, early=True, vectors=True)),
-    (ResolvePlan(once=True, early=True), CopyPlan(total=2048, early=True, vectors=True, pdl=True)),
+    (ResolvePlan(), triton_copy.DEFAULT_PLAN),
+    (ResolvePlan(once=True), triton_copy.DEFAULT_PLAN),
+    (ResolvePlan(once=True, early=True), replace(triton_copy.DEFAULT_PLAN, pdl=True)),
 ]
 """Plans that are timed, those in use first."""
 HOST_ROWS, LISTED = 200_000, 4096
