@@ -1,6 +1,6 @@
 """What a KDA and MoE layer of GLM-5.3-Flash costs beside its recurrence: kernels behind one another, as in a step.
 
-    PYTHONPATH=. python benchmarks/kernels/bench_layer.py OUT.json
+    PYTHONPATH=. python benchmarks/kernels/bench_layer.py OUT.json [--rows 8 64]
 
 Kernels that start while those before them end show what that is worth only in a chain. It is: expand and collapse of
 hyper-connections, the input projection, a gated norm in the place of the recurrence, the output projection, expand
@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 
@@ -27,7 +27,7 @@ from benchmarks.kernels.bench_moe import BYTES_PER_US, CHOICE, EXPERT_BYTES, HID
 from benchmarks.kernels.results import keep, out_file
 from sidestream.ops import linear as linear_operator
 from sidestream.ops.hyper_connection import hyper_connection_post_pre, hyper_connection_pre
-from sidestream.ops.linear import linear
+from sidestream.ops.linear import fetch, fetch_ahead, linear
 from sidestream.ops.moe import experts, route
 from sidestream.ops.norm import gated_rms_norm
 
@@ -36,6 +36,8 @@ WIDTH = HEADS * DIM
 PROJECTED = 3 * WIDTH + 2 * DIM + HEADS
 ROWS = (1, 2, 8, 16, 32, 64)
 LAYERS, ROUNDS = 4, 3
+ASKED = ((8, 0), (16, 0), (32, 0), (0, 1024), (16, 1024))
+"""(MiB of a weight, bytes of each of its rows) asked for ahead."""
 SETTINGS: dict[str, Any] = {"norm_eps": 1e-5, "eps": 1e-6, "iters": 20}
 
 
@@ -94,12 +96,16 @@ def collapse(state: State | torch.Tensor, site: Site) -> tuple[torch.Tensor, tor
 
 
 def through(state: State | torch.Tensor, of: Layer, seen: list[torch.Tensor] | None = None) -> State:
+    fetch_ahead(of.projection, (state if isinstance(state, torch.Tensor) else state.streams).shape[0])
     streams, x, post, mix = collapse(state, of.sites[0])
     projected = linear(x, of.projection, None)
     rows = x.shape[0]
     values, gate = (projected[:, i * WIDTH : (i + 1) * WIDTH].view(rows, HEADS, DIM) for i in (0, 1))
     mixed = gated_rms_norm(values, gate, of.norm, eps=1e-5).view(rows, WIDTH)
-    streams, x, post, mix = collapse(State(streams, linear(mixed, of.out, None), post, mix), of.sites[1])
+    output = linear(mixed, of.out, None)
+    if rows * CHOICE["top_k"] >= EXPERTS:
+        fetch_ahead(of.w13[0], rows)
+    streams, x, post, mix = collapse(State(streams, output, post, mix), of.sites[1])
     weights, ids = route(x, of.router, of.bias, **CHOICE)
     if seen is not None:
         seen.append(ids)
@@ -125,6 +131,22 @@ def library_linears() -> Iterator[None]:
         linear_operator.launch_for = kept
 
 
+@contextmanager
+def asking(fetched: int, row: int) -> Iterator[None]:
+    """So many bytes of a weight are asked for ahead of the small kernels before it, and of its rows by its product."""
+    kept, launch_for = fetch.fetched_bytes, linear_operator.launch_for
+
+    def launch(*sizes: int) -> Any:
+        found = launch_for(*sizes)
+        return found and replace(found, ahead=row)
+
+    fetch.fetched_bytes, linear_operator.launch_for = lambda rows: fetched, launch
+    try:
+        yield
+    finally:
+        fetch.fetched_bytes, linear_operator.launch_for = kept, launch_for
+
+
 def bench(report: Report, layers: list[Layer], rows: int) -> None:
     x, seen = draw(rows, 4, HIDDEN), []
     want = run(layers, x, seen).output.clone()
@@ -140,6 +162,11 @@ def bench(report: Report, layers: list[Layer], rows: int) -> None:
 
     assert torch.equal(run(layers, x).output, want), "not the same bits again"
     report.add(whole, "as it is", lambda _: run(layers, x), not_finite)
+    for fetched, row in ASKED:
+        with asking(fetched << 20, row):
+            differs = not torch.equal(run(layers, x).output, want)
+            label = f"{fetched} MiB asked for ahead, {row} bytes a row"
+            report.add(whole, label, lambda _: run(layers, x), lambda: float(differs))  # noqa: B023  # called at once
     with library_linears():
         report.add(whole, "linears by the library", lambda _: run(layers, x), not_finite)
 
@@ -147,23 +174,26 @@ def bench(report: Report, layers: list[Layer], rows: int) -> None:
 def compile_one(rows: int) -> None:
     """In a process of its own: fill Triton's cache on disk."""
     with torch.inference_mode():
-        state = through(draw(rows, 4, HIDDEN), layer())
-        through(state, layer())
+        for fetched, ahead in ((0, 0), ASKED[-1]):
+            with asking(fetched << 20, ahead):
+                state = through(draw(rows, 4, HIDDEN), layer())
+                through(state, layer())
     torch.cuda.synchronize()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=out_file)
+    parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
     options = parser.parse_args()
     torch.manual_seed(1)
     report, began = Report(out=options.out), time.monotonic()
     with ProcessPoolExecutor(min(6, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_one, ROWS))
+        list(pool.map(compile_one, options.rows))
     print(f"compiled after {time.monotonic() - began:.0f} s")
     with torch.inference_mode():
         layers = [layer() for _ in range(LAYERS)]
-        for rows in ROWS:
+        for rows in options.rows:
             bench(report, layers, rows)
     report.show()
     seconds = round(time.monotonic() - began, 1)

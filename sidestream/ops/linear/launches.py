@@ -21,6 +21,7 @@ class Launch:
         warps, stages: of a program; stages of loads in flight.
         splits: parts of the depth, each a program's; their sums are added by a second kernel.
         early: start while the kernel before ends, and wait there before x is read.
+        ahead: bytes of each weight row that the L2 cache is asked for before that wait.
     """
 
     rows: int
@@ -30,6 +31,7 @@ class Launch:
     stages: int
     splits: int = 1
     early: bool = True
+    ahead: int = 0
 
 
 def launch_for(rows: int, out_features: int, in_features: int) -> Launch | None:

@@ -15,7 +15,11 @@ PIECE = 4096
 """Bytes that a thread asks for; a multiple of 16, as addresses are."""
 THREADS = 32
 COMPILED = not triton.knobs.runtime.interpret
-_ASK = "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
+_ASK = tl.constexpr(
+    "{ .reg .pred own; .reg .b32 thread; mov.u32 thread, %tid.x; setp.lt.u32 own, thread, $3;"
+    " @own cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
+)
+"""Threads beyond the number of addresses hold copies of them."""
 
 
 def fetch(weight: torch.Tensor, size: int) -> None:
@@ -23,9 +27,16 @@ def fetch(weight: torch.Tensor, size: int) -> None:
     pieces = size // PIECE
     if pieces:
         _fetch[(triton.cdiv(pieces, THREADS),)](
-            weight.view(-1).view(torch.uint8), pieces, PIECE=PIECE, THREADS=THREADS, ASK=_ASK if COMPILED else "",
-            PDL=COMPILED, launch_pdl=COMPILED, num_warps=1,
+            weight.view(-1).view(torch.uint8), pieces, PIECE=PIECE, THREADS=THREADS, PDL=COMPILED, launch_pdl=COMPILED,
+            num_warps=1,
         )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def ask(at: tl.tensor, COUNT: tl.constexpr, BYTES: tl.constexpr) -> None:
+    """Ask for BYTES, a multiple of 16, at each of COUNT addresses, multiples of 16 too. Compiled code only."""
+    size, count = tl.full([COUNT], BYTES, tl.int32), tl.full([COUNT], COUNT, tl.int32)
+    tl.inline_asm_elementwise(_ASK, "=r,l,r,r", [at, size, count], tl.int32, False, 1)
 
 
 @triton.jit(do_not_specialize=["pieces"])  # type: ignore[untyped-decorator]
@@ -34,7 +45,6 @@ def _fetch(
     pieces: tl.tensor,
     PIECE: tl.constexpr,
     THREADS: tl.constexpr,
-    ASK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Reads nothing that another kernel writes, so it asks before it waits; it waits all the same, since what is
@@ -42,6 +52,6 @@ def _fetch(
     piece = tl.program_id(0) * THREADS + tl.arange(0, THREADS)
     at = memory + tl.minimum(piece, pieces - 1).to(tl.int64) * PIECE
     if PDL:
-        tl.inline_asm_elementwise(ASK, "=r,l,r", [at, tl.full([THREADS], PIECE, tl.int32)], tl.int32, False, 1)
+        ask(at, THREADS, PIECE)
         gdc_launch_dependents()
         gdc_wait()

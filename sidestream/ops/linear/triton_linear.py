@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.ops.linear.launches import Launch
+from sidestream.ops.linear.triton_fetch import ask
 
 UPCAST = bool(triton.knobs.runtime.interpret)
 """The interpreter multiplies bf16 wrongly."""
@@ -44,7 +45,7 @@ def linear(
     if out is None:
         out = torch.empty(T, N, dtype=x.dtype, device=x.device)
     blocks = triton.cdiv(N, launch.columns)
-    overlap = {"PDL": pdl, "launch_pdl": pdl}
+    overlap = {"PDL": pdl, "launch_pdl": pdl, "AHEAD": min(launch.ahead, 2 * K // launch.splits) // 16 * 16 * pdl}
     if launch.rows == 1:
         _one_row[(blocks,)](
             x, weight, out if bias is None else bias, out, N, K=K, COLUMNS=launch.columns, DEPTH=depth,
@@ -80,11 +81,14 @@ def _one_row(
     STAGES: tl.constexpr,
     BIASED: tl.constexpr,
     PDL: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> None:
     """out [N]: COLUMNS whole rows of the weight a program."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
     at = weight + tl.minimum(column, N - 1).to(tl.int64)[:, None] * K + k[None, :]
+    if AHEAD:
+        ask(weight + tl.minimum(column, N - 1).to(tl.int64) * K, COLUMNS, AHEAD)
     if PDL:
         gdc_wait()
     total = tl.zeros([COLUMNS, DEPTH], tl.float32)
@@ -117,6 +121,7 @@ def _some_rows(
     BIASED: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> None:
     """out [T, N], or with several parts of the depth (not ``WHOLE``) sums [parts, T, N] fp32."""
     row = tl.arange(0, ROWS)
@@ -127,6 +132,8 @@ def _some_rows(
     x_at = x + row[:, None] * x_stride + k[None, :]
     weight_at = weight + known[None, :] * K + k[:, None]
     real = (row < T)[:, None]
+    if AHEAD:
+        ask(weight + known * K + part * (steps * DEPTH), COLUMNS, AHEAD)
     if PDL:
         gdc_wait()
     total = tl.zeros([ROWS, COLUMNS], tl.float32)

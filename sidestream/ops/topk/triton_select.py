@@ -370,5 +370,19 @@ def topk_ascending(scores: torch.Tensor, valid: torch.Tensor, k: int) -> torch.T
     if plan is None or scores.dtype is not torch.float32:
         return torch_impl.topk_ascending(scores, valid, k)
     out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
-    select_rows(scores, valid, out, picks=k, kpool=1, per_block=1, plan=plan)
+    tickets = None
+    if plan.splits > 1:
+        tickets = torch.empty(rows, dtype=torch.int32, device=scores.device)
+        _clear[(triton.cdiv(rows, 128),)](tickets, rows, BLOCK=128, PDL=plan.pdl, launch_pdl=plan.pdl, num_warps=1)
+    select_rows(scores, valid, out, picks=k, kpool=1, per_block=1, plan=plan, tickets=tickets)
     return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _clear(tickets, rows, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Zeros; a kernel, since the next one can start before it ends, as it could not before a memset does."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(tickets + row, 0, mask=row < rows)

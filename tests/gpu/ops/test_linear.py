@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sidestream.ops.linear import linear, triton_linear
+from sidestream.ops.linear import fetch_ahead, linear, triton_linear
 from sidestream.ops.linear.launches import Launch, launch_for
 from tests.tolerances import BF16_OUTPUT
 
@@ -95,3 +95,25 @@ def test_a_weight_beyond_2_to_the_31_elements() -> None:
         x = draw(min(launch.rows, 4), 16384)
         got = triton_linear.linear(x, weight, None, launch=launch)
         check(got[:, -64:], x, weight[-64:])
+
+
+@pytest.mark.parametrize("ahead", [1024, 1 << 20])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_what_is_asked_for_ahead_changes_nothing(rows: int, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a kernel in front of the product and by the product itself, to the end of the weight's memory."""
+    weight = draw(4096, 8192, spread=8192**-0.5)
+    x = draw(rows, 8192)
+    launch = launch_for(rows, 4096, 8192)
+    assert launch is not None
+    want = triton_linear.linear(x, weight, None, launch=launch)
+    monkeypatch.setattr("sidestream.ops.linear.fetch.fetched_bytes", lambda rows: 1 << 30)
+    graph = torch.cuda.CUDAGraph()
+    triton_linear.linear(x, weight, None, launch=replace(launch, ahead=ahead))
+    fetch_ahead(weight, rows)
+    with torch.cuda.graph(graph):
+        fetch_ahead(weight, rows)
+        out = triton_linear.linear(x, weight, None, launch=replace(launch, ahead=ahead))
+    for _ in range(5):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, want)
