@@ -70,7 +70,7 @@ def partial_sums(
     H, inner = w2.shape[1:]
     assert H % 256 == 0, f"hidden size {H} is no multiple of 256"
     assert inner % 128 == 0, f"inner size {inner} is no multiple of 128"
-    if x.stride(0) % 8 or x.data_ptr() % 16:  # the copy engine reads lines of 16 bytes
+    if x.stride(0) % 16 or x.data_ptr() % 16:  # copies are of 16 bytes, and Triton knows of strides by 16 elements
         x = x.contiguous()
     assert T * x.stride(0) < 2**31, f"{T} rows {x.stride(0)} apart are beyond 32 bits"
     pairs, arranged_rows = T * (top_k + w2.shape[0] - num_experts), routed_blocks * roles.rows
