@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from sidestream.ops.kda.torch_impl import ForgetGate
-from sidestream.ops.kda.triton_conv import log_decay
+from sidestream.ops.kda.triton_conv import sigmoid
 
 BLOCK = 16
 """Tokens."""
@@ -82,7 +82,7 @@ def within_blocks(
     blocks: tl.constexpr = C // BLOCK
     b = tl.arange(0, blocks)
     block = i // BLOCK
-    seen = block[None, :, None] <= b[:, None, None]
+    seen = b[None, :, None] <= b[:, None, None]
     middle = (i % BLOCK == BLOCK // 2 - 1)[:, None]
     marks += tile * (blocks * K)
     flat = tile * (C * K) + i[:, None] * K
@@ -96,22 +96,24 @@ def within_blocks(
         raw += tl.load(dt_bias + h * K + some).to(tl.float32)
         key = tl.load(k + row * K + some, mask=shown, other=0.0).to(tl.float32)
         query = tl.load(q + row * K + some, mask=shown, other=0.0).to(tl.float32)
-        decay = tl.where(shown, log_decay(raw, rate, lower_bound * _LOG2_E, True), 0.0)
+        decay = tl.where(shown, lower_bound * _LOG2_E * sigmoid(rate * raw), 0.0)
         since = tl.cumsum(decay, axis=0)
         last = tl.sum(decay, axis=0)[None, :]
         tl.store(marks + block[:, None] * K + some, since.to(marks.dtype.element_ty), mask=middle)
-        tl.debug_barrier()  # other threads' marks are read below
-        factor = tl.exp2(since - tl.load(marks + block[:, None] * K + some).to(tl.float32))
-        mark = tl.load(marks + b[:, None] * K + some).to(tl.float32)
-        gap = tl.where(seen, mark[:, None, :] - since[None, :, :], float("-inf"))
-        columns = tl.permute(key[None, :, :] * tl.exp2(gap), (0, 2, 1))
-        score = product(tl.reshape(query * factor, (blocks, BLOCK, PIECE)), columns, NARROW, score)
-        lower = product(tl.reshape(key * factor, (blocks, BLOCK, PIECE)), columns, NARROW, lower)
         opened = tl.exp2(since)
         tl.store(reach + flat + some, (query * opened).to(reach.dtype.element_ty))
         tl.store(until + flat + some, (key * tl.exp2(last - since)).to(until.dtype.element_ty))
         tl.store(total + tile * K + some, tl.exp2(last))
         tl.store(made + i[:, None] * K + some, (key * opened * gain[:, None]).to(made.dtype.element_ty))
+        tl.debug_barrier()  # other threads' marks are read below
+        gap = since - tl.load(marks + block[:, None] * K + some).to(tl.float32)
+        mark = tl.load(marks + b[:, None] * K + some).to(tl.float32)
+        between = tl.exp2(tl.where(seen, mark[:, None, :] - mark[None, :, :], float("-inf")))
+        columns = tl.reshape(key * tl.exp2(-gap), (1, blocks, BLOCK, PIECE)) * between[:, :, None, :]
+        columns = tl.permute(tl.reshape(columns, (blocks, C, PIECE)), (0, 2, 1))
+        factor = tl.exp2(gap)
+        score = product(tl.reshape(query * factor, (blocks, BLOCK, PIECE)), columns, NARROW, score)
+        lower = product(tl.reshape(key * factor, (blocks, BLOCK, PIECE)), columns, NARROW, lower)
 
     score = tl.reshape(score, (C, C))
     lower = tl.reshape(lower, (C, C))
@@ -120,7 +122,7 @@ def within_blocks(
     lower = tl.where(i[:, None] > i[None, :], lower * gain[:, None], 0.0)
     pair = (i // 2)[:, None] == (i // 2)[None, :]
     inverse = tl.where(i[:, None] == i[None, :], 1.0, tl.where(pair, -lower, 0.0))
-    for level in tl.range(1, LEVELS, num_stages=1):
+    for level in tl.static_range(1, LEVELS):
         whole = (i >> (level + 1))[:, None] == (i >> (level + 1))[None, :]
         half = (i >> level)[:, None] == (i >> level)[None, :]
         below = tl.where(whole & (half == 0), lower, 0.0)
