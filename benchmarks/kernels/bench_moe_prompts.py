@@ -15,6 +15,7 @@ from functools import partial
 from multiprocessing import get_context
 
 import torch
+from torch.autograd import DeviceType
 
 from benchmarks.kernels.bench_moe import (
     FLOP_PER_US,
@@ -48,7 +49,7 @@ def kernel_times(call: partial[torch.Tensor]) -> str:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
-    events = [event for event in profile.events() if event.device_time > 0]
+    events = [event for event in profile.events() if event.device_type is DeviceType.CUDA]
     return ", ".join(f"{e.name[:20]} {e.device_time:.0f}" for e in sorted(events, key=lambda e: e.time_range.start))
 
 
@@ -103,7 +104,7 @@ def bench(report: Report, w13: torch.Tensor, w2: torch.Tensor, tokens: int, runn
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=out_file)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 8192])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 8192])
     parser.add_argument("--limit", type=float, default=30.0, help="seconds to compile and to launch each once")
     options = parser.parse_args()
     torch.manual_seed(1)
