@@ -15,7 +15,6 @@ from functools import partial
 from multiprocessing import get_context
 
 import torch
-from torch.autograd import DeviceType
 
 from benchmarks.kernels.bench_moe import (
     FLOP_PER_US,
@@ -49,7 +48,7 @@ def kernel_times(call: partial[torch.Tensor]) -> str:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
-    events = [event for event in profile.events() if event.device_type is DeviceType.CUDA]
+    events = [event for event in profile.events() if event.device_type.name == "CUDA"]
     return ", ".join(f"{e.name[:20]} {e.device_time:.0f}" for e in sorted(events, key=lambda e: e.time_range.start))
 
 
