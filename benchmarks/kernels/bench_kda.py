@@ -29,7 +29,7 @@ import triton.language as tl
 from benchmarks.kernels.results import keep, out_file
 from sidestream.core.batch import Split
 from sidestream.core.ring import plan_ring
-from sidestream.ops.kda import mixed_step, reference, torch_chunked, torch_impl, triton_chunked
+from sidestream.ops.kda import mixed_step, reference, torch_chunked, torch_impl, triton_chunked, triton_conv
 from sidestream.ops.kda.torch_impl import ForgetGate
 from sidestream.ops.kda.triton_decode import Launch, decode_step
 from sidestream.ops.linear import linear, triton_linear
@@ -62,12 +62,13 @@ SWEEP = [
 ]
 CHUNKS = [
     triton_chunked.Launch(),
-    triton_chunked.Launch(piece=64, chunk_registers=255),
     triton_chunked.Launch(scan_warps=4),
-    triton_chunked.Launch(columns=32, scan_warps=4),
-    triton_chunked.Launch(columns=128, scan_warps=8, stages=1),
-    triton_chunked.Launch(stages=2),
+    triton_chunked.Launch(scan_warps=4, blocks=True, chunk_warps=4, chunk_registers=255),
+    triton_chunked.Launch(scan_warps=4, blocks=True, chunk_warps=4, chunk_registers=168),
+    triton_chunked.Launch(scan_warps=4, blocks=True, chunk_warps=4, chunk_registers=168, piece=16),
 ]
+WALKS = {"a tile": (False, 0), "a walk of 32": (True, 32), "a walk of 64": (True, 64)}
+"""How a prompt is convolved: whether programs walk, and how far."""
 
 
 def arguments(rows: int, seed: int) -> dict[str, Any]:
@@ -274,6 +275,32 @@ def time_in_layer(launches: list[Launch], sets: list[dict[str, Any]]) -> dict[st
     return {str(one): timed(lambda made, one=one: layer(made, one), sets) - alone for one in launches}
 
 
+def time_convolutions(results: dict[str, Any], path: Path | None) -> None:
+    """Of one prompt and of many short ones, in which every walk meets a start."""
+    for lengths in ([PROMPT], [100] * (PROMPT // 100)):
+        count, device = len(lengths), torch.device("cuda")
+        starts, slots = [9 * (i % 2) for i in range(count)], list(range(1, count + 1))
+        plan = plan_ring(starts, lengths, slots, window=WINDOW, ring_length=WINDOW - 1, device=device)
+        width, tokens = 3 * HEADS * DIM, sum(lengths)
+        x = torch.randn(tokens, width + 2 * DIM + HEADS, device=device).bfloat16()[:, :width]
+        held = torch.randn((count + 1) * (WINDOW - 1), width, device=device).bfloat16()
+        weight = torch.randn(WINDOW, width, device=device).t()
+        want = torch_impl.short_conv(x, held.clone(), weight, plan=plan).view(tokens, 3, HEADS, DIM).transpose(0, 1)
+        shorter = want[:2].float().square().sum(-1, keepdim=True).add(torch_impl.L2_EPS).rsqrt()
+        want = torch.cat([want[:2] * shorter, want[2:]])
+        for name, (walk, run) in WALKS.items():
+            triton_conv.RUN, ring = run or triton_conv.RUN, held.clone()
+
+            def convolve(walk: bool = walk, ring: torch.Tensor = ring) -> torch.Tensor:
+                return triton_conv.heads_conv(x, ring, weight, plan=plan, tokens=tokens, first=0, dim=DIM, walk=walk)  # noqa: B023
+
+            off = float((convolve().float() - want.float()).norm() / want.float().norm())
+            found = {"ms": milliseconds(convolve), "error": off, "kernels_ms": kernels(convolve)}
+            results["convolution"][f"{count} prompts, {name}"] = found
+            keep(path, results)
+            print(f"  {found['ms']:.3f} ms  {count} prompts, {name}, off by {off:.1e}  {found['kernels_ms']}")
+
+
 def time_prompts(launches: list[triton_chunked.Launch], results: dict[str, Any], path: Path | None) -> None:
     made, gate = prompt(PROMPT, HEADS, seed=0)
     state = torch.zeros(2, 1, HEADS, DIM, DIM, device="cuda")
@@ -321,7 +348,7 @@ def main() -> None:
     path = args.out
     began = time.monotonic()
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    results |= {"shapes": {}, "chunked": {}}
+    results |= {"shapes": {}, "chunked": {}, "convolution": {}}
     launches: list[Launch | triton_chunked.Launch] = []
     launches += [] if args.only == "prompts" else SWEEP
     launches += [] if args.only == "decodes" else CHUNKS
@@ -343,6 +370,7 @@ def main() -> None:
                 print(f"WRONG at 150 rows by {value:.1e}: {name}")
         time_decodes([launch for launch in decodes if many[str(launch)] < WORST], results, began + BUDGET_S, path)
     if args.only != "decodes":
+        time_convolutions(results, path)
         time_prompts([launch for launch in right if not isinstance(launch, Launch)], results, path)
     print(f"{time.monotonic() - began:.0f} s")
 
