@@ -61,7 +61,7 @@ def _pool_rows(own_rows, position, end, block_size, paged: gl.constexpr):
     seen = position < end
     if paged:
         block = gl.load(own_rows + position // block_size, mask=seen, other=0).to(gl.int32)
-        return block * block_size + position % block_size
+        return (block * block_size + position % block_size).to(gl.int32)
     else:
         return gl.load(own_rows + position, mask=seen, other=0).to(gl.int32)
 
@@ -75,32 +75,81 @@ def _copy_rows(target, pool, row, seen, column, elems: gl.constexpr):
 
 @gluon.jit
 def gather_plain(pool, memory, barriers, span, kinds):
-    """Copy tiles of bf16 rows; each of the 128 threads arrives at ``full`` when its own copies have."""
+    """Copy tiles of 64 bf16 rows; each of the 128 threads arrives at ``full`` when its own copies have."""
     values, _, ropes, own_rows, block_size = pool
     keys, rope_keys, _ = memory
     full, empty = barriers
     begin, end = span
-    latent, rope, row_elems, rope_elems, _, _, paged, block_n = kinds
-    buffers: gl.constexpr = 128 // block_n
+    latent, rope, row_elems, rope_elems, _, _, paged, _ = kinds
     by_row: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     by_short_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    place = gl.arange(0, block_n, layout=gl.SliceLayout(1, by_row))
+    place = gl.arange(0, 64, layout=gl.SliceLayout(1, by_row))
     column = gl.arange(0, latent, layout=gl.SliceLayout(0, by_row))
     row = _pool_rows(own_rows, begin + place, end, block_size, paged)
     if rope > 0:
-        short_place = gl.arange(0, block_n, layout=gl.SliceLayout(1, by_short_row))
+        short_place = gl.arange(0, 64, layout=gl.SliceLayout(1, by_short_row))
         rope_column = rope_elems - rope + gl.arange(0, rope, layout=gl.SliceLayout(0, by_short_row))
         short_row = _pool_rows(own_rows, begin + short_place, end, block_size, paged)
-    for start in range(begin, end, block_n):
-        done = (start - begin) // block_n
-        buffer = done % buffers
-        mbarrier.wait(empty.index(buffer), ((done // buffers) & 1) ^ 1)
+    for start in range(begin, end, 64):
+        done = (start - begin) // 64
+        buffer = done % 2
+        mbarrier.wait(empty.index(buffer), ((done // 2) & 1) ^ 1)
         _copy_rows(keys.index(buffer), values, row, start + place < end, column, row_elems)
-        row = _pool_rows(own_rows, start + block_n + place, end, block_size, paged)
+        row = _pool_rows(own_rows, start + 64 + place, end, block_size, paged)
         if rope > 0:
             _copy_rows(rope_keys.index(buffer), ropes, short_row, start + short_place < end, rope_column, rope_elems)
-            short_row = _pool_rows(own_rows, start + block_n + short_place, end, block_size, paged)
+            short_row = _pool_rows(own_rows, start + 64 + short_place, end, block_size, paged)
         async_copy.mbarrier_arrive(full.index(buffer), increment_count=False)
+
+
+@gluon.jit
+def gather_plain_halves(pool, memory, barriers, span, kinds):
+    """``gather_plain`` for tiles of 32 rows. Row numbers of two tiles are read at a time and lie in shared memory, so
+    that the first four tiles are on their way after one trip."""
+    values, _, ropes, own_rows, block_size = pool
+    keys, rope_keys, near = memory
+    full, empty = barriers
+    begin, end = span
+    latent, rope, row_elems, rope_elems, _, _, paged, _ = kinds
+    by_row: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    by_short_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    of_row: gl.constexpr = gl.SliceLayout(1, by_row)
+    of_short_row: gl.constexpr = gl.SliceLayout(1, by_short_row)
+    place = gl.arange(0, 32, layout=of_row)
+    column = gl.arange(0, latent, layout=gl.SliceLayout(0, by_row))
+    line = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    near.index(0).store(_pool_rows(own_rows, begin + line, end, block_size, paged))
+    near.index(1).store(_pool_rows(own_rows, begin + 64 + line, end, block_size, paged))
+    row = _pool_rows(own_rows, begin + 128 + line, end, block_size, paged)
+    if rope > 0:
+        short_place = gl.arange(0, 32, layout=of_short_row)
+        rope_column = rope_elems - rope + gl.arange(0, rope, layout=gl.SliceLayout(0, by_short_row))
+    gl.thread_barrier()
+    for start in range(begin, end, 64):
+        done = (start - begin) // 64
+        turn = done % 2
+        phase = ((done // 2) & 1) ^ 1
+        first = 2 * turn
+        here = near.index(turn)
+        row_a, row_b = here.slice(0, 32).load(of_row), here.slice(32, 32).load(of_row)
+        if rope > 0:
+            short_a, short_b = here.slice(0, 32).load(of_short_row), here.slice(32, 32).load(of_short_row)
+        gl.thread_barrier()
+        here.store(row)
+        mbarrier.wait(empty.index(first), phase)
+        _copy_rows(keys.index(first), values, row_a, start + place < end, column, row_elems)
+        if rope > 0:
+            seen = start + short_place < end
+            _copy_rows(rope_keys.index(first), ropes, short_a, seen, rope_column, rope_elems)
+        async_copy.mbarrier_arrive(full.index(first), increment_count=False)
+        row = _pool_rows(own_rows, start + 192 + line, end, block_size, paged)
+        if start + 32 < end:
+            mbarrier.wait(empty.index(first + 1), phase)
+            _copy_rows(keys.index(first + 1), values, row_b, start + 32 + place < end, column, row_elems)
+            if rope > 0:
+                seen = start + 32 + short_place < end
+                _copy_rows(rope_keys.index(first + 1), ropes, short_b, seen, rope_column, rope_elems)
+            async_copy.mbarrier_arrive(full.index(first + 1), increment_count=False)
 
 
 @gluon.jit
@@ -243,5 +292,7 @@ def gather(pool, memory, barriers, span, kinds):
     tile: gl.constexpr = kinds[4]
     if tile > 0:
         gather_quantised(pool, memory, barriers, span, kinds)
+    elif kinds[7] == 32:
+        gather_plain_halves(pool, memory, barriers, span, kinds)
     else:
         gather_plain(pool, memory, barriers, span, kinds)
