@@ -85,7 +85,7 @@ def grouped_where_possible(
 
         sizes = (x.shape[0], ids.shape[1], w13.shape[0] - num_shared)
         tiles, roles = expert_tiles(*sizes), expert_roles(*sizes)
-        if roles is not None and x.shape[0] > 1 and _suits_roles(w2):
+        if roles is not None and x.shape[0] > triton_grouped.FP32_PARTIAL_TOKENS and _suits_roles(w2):
             tiles = tiles.with_roles(roles)
         module = triton_one_token if x.shape[0] == 1 else triton_grouped
         run: Callable[..., torch.Tensor] = module.experts
