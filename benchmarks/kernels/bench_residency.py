@@ -1,6 +1,6 @@
 """HiSparse's two kernels on a GPU: rows copied from pinned host memory, and residency of a step's selections.
 
-    PYTHONPATH=. python benchmarks/kernels/bench_residency.py OUT.json [--only copies,batches,residency,steps]
+    PYTHONPATH=. python benchmarks/kernels/bench_residency.py OUT.json [--only copies,batches,residency,steps,bulk]
 
 Copies are compared with torch first, residency with the torch implementation. A time is the median over replays of a
 graph whose calls take turns over sets of rows. Floor of a copy: bytes over the bus at 55 GB/s, which is what pinned
@@ -69,6 +69,10 @@ BATCH_PLANS = [
     ),
     CopyPlan(warps=2, total=2048, early=True, vectors=True, pdl=True),
 ]
+BULK_PLANS = [
+    triton_copy.DEFAULT_PLAN,
+    *(CopyPlan(programs=programs, total=programs, bulk=True, pdl=True) for programs in (1024, 4096)),
+]
 RESOLVES = [
     ResolvePlan(),
     ResolvePlan(once=True, early=True),
@@ -82,7 +86,7 @@ STEPS = [
 """Plans that are timed, those in use first."""
 HOST_ROWS, LISTED = 200_000, 4096
 """Rows of the host's memory; places in a request's lists."""
-KINDS = ("copies", "batches", "residency", "steps")
+KINDS = ("copies", "batches", "residency", "steps", "bulk")
 
 
 def graph_us(call: Callable[[int], None]) -> float:
@@ -127,13 +131,13 @@ def time_copy(
     return {"plan": str(plan), "us": us, "GB/s": moved / us / 1e3, "right": right}
 
 
-def bench_copy(row_bytes: int, rows: int) -> dict[str, Any]:
+def bench_copy(row_bytes: int, rows: int, plans: Sequence[CopyPlan]) -> dict[str, Any]:
     pool = torch.zeros(40_000, row_bytes, dtype=torch.uint8, device=DEVICE)
     sources = [torch.randperm(HOST_ROWS)[:rows].view(1, -1).to(DEVICE) for _ in range(CALLS)]
     to = torch.randperm(pool.shape[0])[:rows].view(1, -1).to(DEVICE)
     floor, bar = rows * row_bytes / 55e3, BARS[row_bytes, rows]
     memory = host_rows(row_bytes)
-    tried = [time_copy(memory, pool, sources, to, rows, p) for p in PLANS if p in PLANS[:1] or p.programs <= 2 * rows]
+    tried = [time_copy(memory, pool, sources, to, rows, p) for p in plans if p in plans[:1] or p.programs <= 2 * rows]
     for row in tried:
         row["of_bar"] = row["us"] / bar
     usual = tried[0]
@@ -290,16 +294,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write(args.out, found)
 
     shapes: dict[str, Sequence[tuple[Any, ...]]] = {
-        "copies": list(BARS),
+        "copies": [(*shape, PLANS) for shape in BARS],
         "batches": [(1024, *batch) for batch in BATCHES],
         "residency": RESOLVED,
         "steps": STEPPED,
+        "bulk": [(*shape, BULK_PLANS) for shape in BARS],
     }
     benches: dict[str, Callable[..., dict[str, Any]]] = {
         "copies": bench_copy,
         "batches": bench_batch,
         "residency": bench_resolve,
         "steps": bench_step,
+        "bulk": bench_copy,
     }
     for kind in kinds:
         for shape in shapes[kind]:

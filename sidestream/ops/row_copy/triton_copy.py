@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sidestream.ops.row_copy import triton_bulk
+
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
@@ -26,6 +28,7 @@ class CopyPlan:
         vectors: 16 bytes an access wherever rows are a multiple of that. Without it only rows of a multiple of 64 bytes
             are read so, the others (528, 656 bytes) in words.
         past_l1: do not keep what is read of the host in the multiprocessor's cache.
+        bulk: see ``triton_bulk``; rows, warps, early, vectors and past_l1 then say nothing.
         pdl: launch while the kernel before still runs (programmatic dependent launch), and wait for it there.
     """
 
@@ -36,6 +39,7 @@ class CopyPlan:
     early: bool = False
     vectors: bool = False
     past_l1: bool = False
+    bulk: bool = False
     pdl: bool = False
 
 
@@ -99,12 +103,17 @@ def copy_rows(
     requests, most = to.shape
     if requests == 0 or most == 0:
         return
+    programs = min(triton.cdiv(most, plan.rows), plan.programs, max(plan.total // requests, 1))
+    if plan.bulk and triton_bulk.takes(pool, host):
+        triton_bulk.copy_rows(
+            pool, host, to=to, source=source, counts=counts, programs=programs, pdl=plan.pdl
+        )  # fmt: skip
+        return
     sizes = [count * pool.itemsize for count in (pool.shape[1], pool.stride(0), host.stride(0))]
     word = next(word for word in WORDS if not any(size % word.itemsize for size in sizes))
     words, host_words = pool.view(word), host.view(word)
     assert words.stride(1) == host_words.stride(1) == to.stride(1) == 1
     assert to.stride() == source.stride()
-    programs = min(triton.cdiv(most, plan.rows), plan.programs, max(plan.total // requests, 1))
     width, strides = words.shape[1], (words.stride(0), host_words.stride(0))
     piece = 4 if plan.vectors and word is WORDS[0] and not any(count % 4 for count in (width, *strides)) else 1
     _copy_rows_kernel[(requests * programs,)](
