@@ -10,25 +10,30 @@ Predicted for 64 heads, 2,048 rows, 132 programs at a time, the kernel with role
 ones, which shared memory bounds (2,200 cycles a tile to feed products and take rows in, unpacking beside it). Start to
 end without tiles 10 us, a merge 5 to 6 us. So 78 / 75 us (bf16 / mxfp8) at batch 128, 50 / 46 at 64, 33 / 31 at 32;
 2,048 prefill tokens 1.05 ms, 520 TFLOP/s. The pipelined kernel below 16 blocks of heads: 18 / 19 us at 8, 10 / 13 at 1.
+
+Before the shapes come the two launches of a call alone: runs without their merge, and both merges of parts that lie in
+the L2 cache.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from benchmarks.kernels.results import keep, only_file
 from sidestream.ops.kv_rows import KVRowLayout, kv_row_layout, pack_rows
-from sidestream.ops.sparse_mla import torch_impl
+from sidestream.ops.sparse_mla import torch_impl, triton_launch
 from sidestream.ops.sparse_mla.triton_impl import MAX_SPLITS, sparse_mla
-from sidestream.ops.sparse_mla.triton_launch import Launch, choose_launch
+from sidestream.ops.sparse_mla.triton_launch import Launch, choose_launch, merge_runs
 
 BYTES_PER_S, FLOPS_PER_S = 4.28e12, 790e12
 SCALE, LATENT = 192**-0.5, 512
@@ -40,6 +45,8 @@ BARS = {"mxfp8": (12, 16, 36, 55, 90), "bf16": (12, 18, 42, 65, 105), "fp8_ds_ml
 ROPES = {"mxfp8": 0, "bf16": 0, "fp8_ds_mla": 64}
 SMALL = ((16, 32, 5, 4, False), (64, 64, 3, 8, True))
 """Sizes for few tokens or heads: block_h, block_n, stages, warps, parted."""
+ALONE = tuple(itertools.product(("mxfp8", "bf16"), (1, 8, 32, 64)))
+"""Row formats and batches whose two launches are timed apart."""
 
 
 @dataclass(frozen=True)
@@ -89,18 +96,26 @@ def rows_of(tokens: int, width: int, pool_rows: int) -> torch.Tensor:
 
 
 def variants(shape: Shape) -> list[Launch]:
-    """The table's choice, and what else may pay: fewer runs, small blocks for few tokens or heads."""
+    """The table's choice, and what else may pay: the other merge, other tiles, fewer runs, small blocks for few tokens
+    or heads."""
     chosen = choose_launch(shape.tokens, shape.heads, shape.width, layout_of(shape.layout, shape.rope), MAX_SPLITS)
     found = [chosen]
-    if chosen.splits > 1:
-        found += [replace(chosen, splits=-(-chosen.splits * share // 6)) for share in (3, 4)]
+    if shape.heads == 64 and shape.tokens <= 8:
+        programs = -(-132 // shape.tokens)
+        for splits in {min(programs - 1, 33), min(programs // 2, 17)}:
+            found += [Launch(splits, 64, 64, 1, 8, False, roles=True), Launch(splits, 64, 32, 1, 8, False, roles=True)]
+    found += [replace(one, block_n=96 - one.block_n) for one in found if one.roles and shape.tokens > 8]
     if shape.tokens <= 8 or shape.heads < 32:
         for block_h, block_n, stages, warps, parted in SMALL:
             most = min(MAX_SPLITS, -(-shape.width // block_n))
             splits = min(132 // shape.tokens if block_h == 64 else 64 // shape.tokens, most)
             found.append(Launch(splits, block_h, block_n, stages, warps, parted))
-        for splits in {min(132 // shape.tokens, 33), min(66 // shape.tokens, 17)} if shape.heads == 64 else ():
-            found.append(Launch(splits, 64, 64, 1, 8, False, roles=True))
+    found += [replace(one, in_threads=not one.in_threads) for one in found if one.splits > 1]
+    if 1 < chosen.splits < 32:
+        best = replace(chosen, in_threads=True, block_n=32 if chosen.roles else chosen.block_n)
+        found += [replace(best, splits=-(-chosen.splits * share // 6)) for share in (3, 4)]
+    if shape.heads == 64 and shape.tokens in (8, 64) and shape.layout != "fp8_ds_mla" and shape.bar is not None:
+        found += [replace(one, pdl=False) for one in found if one.in_threads and one.splits == chosen.splits]
     return list(dict.fromkeys(found))
 
 
@@ -109,16 +124,16 @@ def check(job: tuple[str, int, Launch]) -> tuple[tuple[str, int, Launch], float,
     name, rope, launch = job
     try:
         torch.manual_seed(1)
-        layout, counts = layout_of(name, rope), [2048, 0, 1, 700]
+        layout, counts = layout_of(name, rope), [2048, 0, 1, 700] * 2
         pool = torch.full((9000, layout.row_bytes), 0xFF, dtype=torch.uint8, device="cuda").view(layout.dtype)
-        rows = rows_of(4, 2048, 9000)
+        rows = rows_of(8, 2048, 9000)
         for t, count in enumerate(counts):
             rows[t, count:] = -1
         used = rows[rows >= 0].unique()
         keys = torch.randn(len(used), rope, device="cuda") if rope else None
         pool[used] = pack_rows(torch.randn(len(used), LATENT, device="cuda"), keys, layout)
         heads = 64 if launch.block_h == 64 else launch.block_h
-        q = torch.randn(4, heads, LATENT + rope, device="cuda").bfloat16()
+        q = torch.randn(8, heads, LATENT + rope, device="cuda").bfloat16()
         given = torch.tensor(counts, dtype=torch.int32, device="cuda")
         out, lse = sparse_mla(q, pool, rows, counts=given, scale=SCALE, layout=layout, launch=launch)
         want, want_lse = torch_impl.sparse_mla(q.float(), pool, rows, counts=given, scale=SCALE, layout=layout)
@@ -151,6 +166,11 @@ def time_us(shape: Shape, launch: Launch, pools: dict[tuple[str, int], torch.Ten
         q, rows = inputs[i % sets]
         sparse_mla(q, pool, rows, counts=counts, scale=SCALE, layout=layout, launch=launch)
 
+    return replayed_us(call, calls)
+
+
+def replayed_us(call: Callable[[int], object], calls: int = 20) -> float:
+    """Median microseconds of calls 0, 1, ..., in replays of a graph of them."""
     call(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -168,10 +188,36 @@ def time_us(shape: Shape, launch: Launch, pools: dict[tuple[str, int], torch.Ten
     return sorted(times)[len(times) // 2]
 
 
+def alone(name: str, tokens: int, pools: dict[tuple[str, int], torch.Tensor]) -> dict[str, Any]:
+    """Microseconds of each launch of a call of 64 heads."""
+    shape = Shape(name, ROPES[name], tokens, 64, 2048, None)
+    chosen = choose_launch(tokens, 64, 2048, layout_of(name, ROPES[name]), MAX_SPLITS)
+    roles = replace(chosen, block_h=64, block_n=32, roles=True)
+    found: dict[str, Any] = {"layout": name, "tokens": tokens, "splits": chosen.splits}
+    with patch.object(triton_launch, "merge_runs"):
+        for label, launch in (("runs", chosen), ("runs, roles, 32 rows", roles)):
+            found[label] = time_us(shape, launch, pools)
+    parts = torch.randn(tokens, chosen.splits, 64, LATENT, device="cuda").bfloat16()
+    part_lse = torch.randn(tokens, chosen.splits, 64, device="cuda")
+    out, lse = torch.empty_like(parts[:, 0]), torch.empty_like(part_lse[:, 0])
+    for label, in_threads in (("merge", False), ("merge in threads", True)):
+
+        def merge(_: int, in_threads: bool = in_threads) -> None:
+            merge_runs(parts, part_lse, out, lse, sparing=False, in_threads=in_threads, pdl=False)
+
+        found[label] = replayed_us(merge)
+    return found
+
+
 def floor_us(shape: Shape) -> float:
     per_row = 2 * shape.tokens * shape.heads * shape.width * (2 * LATENT + shape.rope)
     touched = shape.tokens * shape.width * layout_of(shape.layout, shape.rope).row_bytes
     return max(touched / BYTES_PER_S if shape.tokens < 1000 else 0.0, per_row / FLOPS_PER_S) * 1e6
+
+
+def key_of(shape: Shape, launch: Launch) -> tuple[Any, ...]:
+    """Equal for launches whose runs are compiled from the same code."""
+    return shape.layout, shape.rope, launch.splits > 1, replace(launch, splits=1, in_threads=False)
 
 
 def main(path: Path) -> None:
@@ -179,8 +225,10 @@ def main(path: Path) -> None:
     plan = {shape: variants(shape) for shape in shapes()}
     jobs: dict[tuple[Any, ...], tuple[str, int, Launch]] = {}
     for shape, launch in itertools.chain.from_iterable(((s, one) for one in many) for s, many in plan.items()):
-        key = (shape.layout, shape.rope, launch.splits > 1, replace(launch, splits=1))
-        jobs.setdefault(key, (shape.layout, shape.rope, replace(launch, splits=min(launch.splits, 3))))
+        # One check of each kernel of runs; that of a call which merges within threads does for the other merge too.
+        if launch.in_threads or key_of(shape, launch) not in jobs:
+            tried = replace(launch, splits=launch.splits if launch.in_threads else min(launch.splits, 3))
+            jobs[key_of(shape, launch)] = shape.layout, shape.rope, tried
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as workers:
         checked = list(workers.map(check, jobs.values()))
     wrong = {}
@@ -196,10 +244,15 @@ def main(path: Path) -> None:
         "errors": [{"variant": str(job), "error": error} for job, error, _ in checked],
         "times": results,
     }
+    found["alone"] = [alone(name, tokens, pools) for name, tokens in ALONE]
+    for part in found["alone"]:
+        print(
+            ", ".join(f"{key} {value:.1f}" if isinstance(value, float) else str(value) for key, value in part.items())
+        )
     for shape, launches in plan.items():
         timed = []
         for launch in launches:
-            if (shape.layout, shape.rope, launch.splits > 1, replace(launch, splits=1)) not in wrong:
+            if key_of(shape, launch) not in wrong:
                 timed.append((time_us(shape, launch, pools), launch))
         ranked = sorted(timed, key=lambda pair: pair[0])
         results += [{**asdict(shape), "floor": floor_us(shape), "us": us, **asdict(one)} for us, one in ranked]
@@ -208,10 +261,10 @@ def main(path: Path) -> None:
         default = next((us for us, one in timed if one == launches[0]), float("nan"))
         print(f"{shape.layout} p={shape.rope} T={shape.tokens} H={shape.heads} W={shape.width}:", end=" ")
         print(f"floor {floor_us(shape):.1f}, bar {bar}, default {default:.1f} us", flush=True)
-        for us, one in ranked[:3]:
+        for us, one in ranked[:5]:
             print(
                 f"    {us:8.1f} us  splits={one.splits} h={one.block_h} n={one.block_n} stages={one.stages} "
-                f"warps={one.warps} parted={one.parted} roles={one.roles} pdl={one.pdl}"
+                f"warps={one.warps} parted={one.parted} roles={one.roles} pdl={one.pdl} in_threads={one.in_threads}"
             )
     print(f"{time.time() - began:.0f} s in all")
 
