@@ -16,6 +16,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -108,6 +109,7 @@ def graph_us(call: Callable[[int], None]) -> float:
     return statistics.median(times)
 
 
+@cache
 def host_rows(row_bytes: int) -> torch.Tensor:
     """[HOST_ROWS, row_bytes] of random bytes that the GPU can read, pinned as ``HostPool`` has its own."""
     generator = torch.Generator().manual_seed(row_bytes)
