@@ -106,6 +106,9 @@ def variants(rows: int, context: int) -> list[Launch]:
     found = [chosen, Launch(chosen.splits, 32, 64, 3, 8, False)]
     if chosen.splits > 1:
         found.append(replace(chosen, splits=-(-chosen.splits // 2)))
+        found.append(replace(chosen, in_threads=not chosen.in_threads))
+    if chosen.roles:
+        found += [replace(one, block_n=96 - one.block_n) for one in found if one.roles]
     return list(dict.fromkeys(found))
 
 
@@ -199,10 +202,10 @@ def main(path: Path) -> None:
         floor = max(moved, done) * 1e6
         default = next((us for us, one in timed if one == launches[0]), float("nan"))
         print(f"dense rows={rows} context={context}: floor {floor:.1f}, default {default:.1f} us", flush=True)
-        for us, one in sorted(timed, key=lambda pair: pair[0])[:3]:
+        for us, one in sorted(timed, key=lambda pair: pair[0])[:4]:
             print(
                 f"    {us:8.1f} us  splits={one.splits} h={one.block_h} n={one.block_n} stages={one.stages} "
-                f"warps={one.warps} parted={one.parted} roles={one.roles}"
+                f"warps={one.warps} parted={one.parted} roles={one.roles} in_threads={one.in_threads}"
             )
         times += [{"rows": rows, "context": context, "floor": floor, "us": us, **asdict(one)} for us, one in timed]
         keep(path, {"dense": times})

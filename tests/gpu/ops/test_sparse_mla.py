@@ -133,10 +133,11 @@ def test_a_pool_beyond_two_gibibytes() -> None:
 @pytest.mark.parametrize(("name", "p"), LAYOUTS)
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (7, 64), (40, 40), (64, 128), (200, 64)])
 @pytest.mark.parametrize("splits", [1, 2, 7, 32])
-def test_the_kernel_with_roles(name: str, p: int, tokens: int, heads: int, splits: int) -> None:
+@pytest.mark.parametrize("block_n", [64, 32])
+def test_the_kernel_with_roles(name: str, p: int, tokens: int, heads: int, splits: int, block_n: int) -> None:
     """Right, the same bits every time, and no token depends on another."""
     layout = layout_of(name, p)
-    launch = Launch(splits, 64, 64, 1, 8, parted=False, roles=True)
+    launch = Launch(splits, 64, block_n, 1, 8, parted=False, roles=True, in_threads=block_n == 32)
     rows, counts = draw_rows(counts_for(tokens))
     pool, q = pool_of(layout, rows), queries(tokens, heads, layout)
     want, want_lse = torch_impl.sparse_mla(q.float(), pool, rows, counts=counts, scale=SCALE, layout=layout)

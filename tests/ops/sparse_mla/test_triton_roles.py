@@ -354,7 +354,8 @@ def test_equals_the_reference(name: str, p: int, splits: int, block_n: int) -> N
     assert (lse[:, some] - want_lse)[counts > 0].abs().max() <= BF16_STEPS
 
 
-def test_rows_from_a_block_table() -> None:
+@pytest.mark.parametrize("block_n", [64, 32])
+def test_rows_from_a_block_table(block_n: int) -> None:
     layout = kv_row_layout("bf16", latent_dim=LATENT, rope_dim=64, model_dtype=torch.bfloat16)
     table = torch.tensor([[3, 1, 4], [7, 0, 0], [0, 0, 0]])
     lengths, block = torch.tensor([150, 9, 0]), 64
@@ -365,8 +366,8 @@ def test_rows_from_a_block_table() -> None:
         listed[t, :length] = table[t, place // block] * block + place % block
         pool[listed[t, :length]] = torch.randn(length, LATENT + 64).bfloat16()
     q = torch.randn(3, 2, LATENT + 64).bfloat16()
-    got = run(q, pool, table, lengths, layout, splits=1, block_size=block)
-    want = run(q, pool, listed, lengths, layout, splits=1)
+    got = run(q, pool, table, lengths, layout, splits=1, block_n=block_n, block_size=block)
+    want = run(q, pool, listed, lengths, layout, splits=1, block_n=block_n)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert not got[0].isnan().any()
 
