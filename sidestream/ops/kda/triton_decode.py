@@ -123,7 +123,7 @@ def decode_step(
         share = launch.share or _share(T, H, launch.columns)
         triton_fused.fused[(H, triton.cdiv(T, share))](
             *(projected, conv_state, state, out, expand, *memories, *numbers, T, share, *constants),
-            *(early, launch.releases, launch.columns, triton_fused.MOST_ROWS[launch.columns]),
+            *(early, launch.releases, launch.columns, 16 if share <= 16 else triton_fused.MOST_ROWS[launch.columns]),
             num_warps=launch.warps,
             maxnreg=triton_fused.registers(launch.columns, launch.warps),
             **first_options,

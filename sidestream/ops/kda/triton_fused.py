@@ -30,7 +30,7 @@ from sidestream.ops.kda.triton_advance import _sigmoid
 PLACES = {64: 2 * 132, 128: 132}
 """Programs that an H200 holds at once, by columns of a part."""
 MOST_ROWS = {64: 16, 128: 32}
-"""Of a program: what its product of tensor cores takes."""
+"""Of a program: what its products of tensor cores take, in steps of 16."""
 
 
 def registers(columns: int, warps: int) -> int:
