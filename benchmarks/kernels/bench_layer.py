@@ -28,6 +28,7 @@ from benchmarks.kernels.results import keep, out_file
 from sidestream.ops import linear as linear_operator
 from sidestream.ops.hyper_connection import hyper_connection_post_pre, hyper_connection_pre
 from sidestream.ops.linear import fetch, fetch_ahead, linear
+from sidestream.ops.linear.launches import Launch
 from sidestream.ops.moe import experts, route
 from sidestream.ops.norm import gated_rms_norm
 
@@ -36,7 +37,7 @@ WIDTH = HEADS * DIM
 PROJECTED = 3 * WIDTH + 2 * DIM + HEADS
 ROWS = (1, 2, 8, 16, 32, 64)
 LAYERS, ROUNDS = 4, 3
-ASKED = ((8, 0), (16, 0), (32, 0), (0, 1024), (16, 1024))
+ASKED = ((16, 0), (32, 0), (0, 1024), (16, 1024))
 """(MiB of a weight, bytes of each of its rows) asked for ahead."""
 SETTINGS: dict[str, Any] = {"norm_eps": 1e-5, "eps": 1e-6, "iters": 20}
 
@@ -132,6 +133,22 @@ def library_linears() -> Iterator[None]:
 
 
 @contextmanager
+def turned_linears() -> Iterator[None]:
+    """Products on matrix units with weights as the wide side, parts of narrow ones joined within the kernel."""
+    kept = linear_operator.launch_for
+
+    def launch(rows: int, out_features: int, in_features: int) -> Launch:
+        height, splits = max(16, 1 << (rows - 1).bit_length()), 1 if out_features > 8192 else 4 if rows <= 16 else 2
+        return Launch(height, 64, 128, 4, 3 if height == 64 else 4, splits=splits, joined=True, turned=True)
+
+    linear_operator.launch_for = launch
+    try:
+        yield
+    finally:
+        linear_operator.launch_for = kept
+
+
+@contextmanager
 def asking(fetched: int, row: int) -> Iterator[None]:
     """So many bytes of a weight are asked for ahead of the small kernels before it, and of its rows by its product."""
     kept, launch_for = fetch.fetched_bytes, linear_operator.launch_for
@@ -167,6 +184,9 @@ def bench(report: Report, layers: list[Layer], rows: int) -> None:
             differs = not torch.equal(run(layers, x).output, want)
             label = f"{fetched} MiB asked for ahead, {row} bytes a row"
             report.add(whole, label, lambda _: run(layers, x), lambda: float(differs))  # noqa: B023  # called at once
+    with turned_linears():
+        run(layers, x)
+        report.add(whole, "linears turned and joined", lambda _: run(layers, x), not_finite)
     with library_linears():
         report.add(whole, "linears by the library", lambda _: run(layers, x), not_finite)
 
@@ -178,6 +198,8 @@ def compile_one(rows: int) -> None:
             with asking(fetched << 20, ahead):
                 state = through(draw(rows, 4, HIDDEN), layer())
                 through(state, layer())
+        with turned_linears():
+            through(draw(rows, 4, HIDDEN), layer())
     torch.cuda.synchronize()
 
 

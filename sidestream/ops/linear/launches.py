@@ -19,8 +19,11 @@ class Launch:
         columns: weight rows a program multiplies.
         depth: elements of each at a time, reduced to a power of two that divides the depth of the weight.
         warps, stages: of a program; stages of loads in flight.
-        splits: parts of the depth, each a program's; their sums are added by a second kernel.
+        splits: parts of the depth, each a program's; their sums are added by a second kernel,
+        joined: or by the program of a block of columns that is through last, in the order of the parts all the same.
         early: start while the kernel before ends, and wait there before x is read.
+        turned: weights times x, whose rows are the narrow side of the matrix units' tile, from 64 columns on: then both
+            come from shared memory without passing through registers.
         ahead: bytes of each weight row that the L2 cache is asked for before that wait.
     """
 
@@ -32,6 +35,8 @@ class Launch:
     splits: int = 1
     early: bool = True
     ahead: int = 0
+    joined: bool = False
+    turned: bool = False
 
 
 def launch_for(rows: int, out_features: int, in_features: int) -> Launch | None:

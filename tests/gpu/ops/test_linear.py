@@ -47,7 +47,9 @@ def test_equals_fp64(out_features: int, in_features: int, rows: int, bias: bool)
     check(got, x, weight, given)
 
 
-@pytest.mark.parametrize("ways", [{"early": False}, {"early": True}, {"stages": 2}])
+@pytest.mark.parametrize(
+    "ways", [{"early": False}, {"early": True}, {"stages": 2}, {"joined": True}, {"joined": True, "turned": True}]
+)
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_every_way_of_launching_in_a_chain(rows: int, ways: dict[str, Any]) -> None:
     """Each product reads what the one before it wrote, in a graph: a kernel that reads too early shows."""
@@ -117,3 +119,18 @@ def test_what_is_asked_for_ahead_changes_nothing(rows: int, ahead: int, monkeypa
         out.fill_(torch.nan)
         graph.replay()
         assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("rows", [5, 16, 33, 64])
+@pytest.mark.parametrize(("out_features", "in_features"), SIZES)
+def test_joined_parts_equal_fp64(out_features: int, in_features: int, rows: int, turned: bool) -> None:
+    """The same bits every time, whichever program of a block is last."""
+    height = max(16, 1 << (rows - 1).bit_length())
+    launch = Launch(height, 64, 64, 4, 3, splits=4, joined=True, turned=turned)
+    x, weight, bias = draw(rows, in_features), draw(out_features, in_features, spread=in_features**-0.5), draw(1000)
+    given = bias if out_features == 1000 else None
+    got = triton_linear.linear(x, weight, given, launch=launch)
+    check(got, x, weight, given)
+    for _ in range(30):
+        assert torch.equal(triton_linear.linear(x, weight, given, launch=launch), got)
