@@ -146,33 +146,28 @@ def _resolve_once_kernel(
         token = request * ROWS + t
         position = tl.load(logical + token * logical_row + column, mask=column < width, other=-1)
         valid = position >= 0
-        tl.store(counts + token, tl.sum(valid.to(tl.int32), axis=0))
+        found = tl.sum(valid.to(tl.int32), axis=0)
+        tl.store(counts + token, found)
+        written = tl.load(positions + token)
+        copy = tl.load(place + written, mask=found > 0, other=-1)
+        named = (copy >= 0) & (copy < num_slots)
+        tl.store(owner + copy, -1, mask=named & (tl.load(owner + copy, mask=named, other=-1) == written))
         pages = table + tl.load(table_rows + token) * table_row
         block = tl.load(pages + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
         on_host = valid & (block < 0)
         at = tl.where(valid, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
         tl.store(out + token * out_row + column, at, mask=(column < width) & (block >= 0))
         asked_of_host += tl.sum(on_host.to(tl.int32), axis=0)
-    if asked_of_host == 0:
-        for t in tl.static_range(ROWS):
-            token = request * ROWS + t
-            written = tl.load(positions + token)
-            copy = tl.load(place + written, mask=tl.load(logical + token * logical_row) >= 0, other=-1)
-            named = (copy >= 0) & (copy < num_slots)
-            tl.store(owner + copy, -1, mask=named & (tl.load(owner + copy, mask=named, other=-1) == written))
-        tl.store(misses + request, 0)
-    else:
+    tl.store(misses + request, 0)
+    if asked_of_host > 0:
         index = tl.arange(0, N)
         exists = index < num_slots
         owned = tl.load(owner + index, mask=exists, other=-1)
         by_use = tl.load(order + index, mask=exists, other=0)
-        stale = owned < -1
-        for t in tl.static_range(ROWS):
+        for t in tl.static_range(ROWS):  # no barrier since they were dropped in memory, so once more here
             token = request * ROWS + t
             there = tl.load(logical + token * logical_row) >= 0
-            stale = stale | (there & (owned == tl.load(positions + token)))
-        owned = tl.where(stale, -1, owned)
-        tl.store(owner + index, owned, mask=stale)
+            owned = tl.where(there & (owned == tl.load(positions + token)), -1, owned)
         # Marks on the slots that hold what is asked of the host.
         for t in tl.static_range(ROWS):
             if ROWS > 1:
