@@ -242,16 +242,6 @@ def short(tiles: Tiles) -> str:
     return f"({tiles.columns}, {tiles.depth}, {tiles.warps}, {tiles.stages})"
 
 
-FEW = RouterTiles(16, 32, 64, 64, 4, 1, dot=True, pdl=True)
-WHOLE_SHARES = {
-    1: [replace(FEW, choice_warps=1)],
-    8: [FEW, replace(FEW, choice_warps=1)],
-    16: [FEW],
-    64: [RouterTiles(64, 16, 128, 32, 4, 1, dot=True, pdl=True), RouterTiles(64, 16, 64, 64, 4, 1, dot=True, pdl=True)],
-}
-"""By tokens: a program loads all of its weights before it waits for the tokens."""
-
-
 def routers(tokens: int) -> list[RouterTiles]:
     tried = list(LANES if tokens == 1 else FEW_LANES if tokens <= 16 else [])
     tried += [RouterTiles(*dot, 3, dot=True) for dot in DOTS.get(tokens, ())]
@@ -280,10 +270,6 @@ def bench_route(report: Report, num_experts: int, tokens: int, *, sweep: bool) -
     measure("torch", torch_impl.route)
     measure("table", partial(triton_route.route, tiles=router_tiles(tokens, torch.bfloat16)))
     measure("library's product", partial(triton_route.route, tiles=None))
-    if num_experts <= 128:
-        measure("table, ranked", partial(triton_route.route, tiles=router_tiles(tokens, torch.bfloat16), ranked=True))
-        for tiles in WHOLE_SHARES.get(tokens, ()):
-            measure(f"ranked, {tiles}", partial(triton_route.route, tiles=tiles, ranked=True))
     for tiles in routers(tokens) if sweep else ():
         measure(str(tiles), partial(triton_route.route, tiles=tiles))
 
@@ -338,8 +324,7 @@ def compile_one(job: Job) -> None:
     try:
         if isinstance(tiles, RouterTiles):
             weight, bias = torch.zeros(num_experts, HIDDEN, device="cuda"), torch.zeros(num_experts, device="cuda")
-            for ranked in (False, True) if num_experts <= 128 else (False,):
-                triton_route.route(x, weight, bias, **CHOICE, tiles=tiles, ranked=ranked)
+            triton_route.route(x, weight, bias, **CHOICE, tiles=tiles)
         else:
             w13, w2 = draw(2, 2 * INNER, HIDDEN), draw(2, HIDDEN, INNER)
             ids, weights = torch.zeros(tokens, TOP_K, dtype=torch.int64, device="cuda"), x.new_ones(tokens, TOP_K)
@@ -358,9 +343,7 @@ def jobs(expert_tokens: Iterable[int], router_tokens: Iterable[int], *, sweep: b
             for i in range(max(len(ups), len(downs))):
                 yield enough, 1, ExpertTiles(rows, ups[i % len(ups)], downs[i % len(downs)], described)
     for tokens in router_tokens:
-        for tiles in (
-            routers(tokens) if sweep else [router_tiles(tokens, torch.bfloat16), *WHOLE_SHARES.get(tokens, ())]
-        ):
+        for tiles in routers(tokens) if sweep else [router_tiles(tokens, torch.bfloat16)]:
             for num_experts in ROUTED:
                 yield tokens, num_experts, tiles
 
@@ -370,14 +353,13 @@ def main() -> None:
     parser.add_argument("out", type=out_file)
     parser.add_argument("--only", choices=["experts", "route", "elementwise"])
     parser.add_argument("--tables", action="store_true", help="sweep nothing")
-    parser.add_argument("--router", type=int, nargs="*", default=ROUTER_TOKENS, help="tokens of the router")
     options = parser.parse_args()
     sweep = not options.tables
     torch.manual_seed(1)
     report, began = Report(out=options.out), time.monotonic()
     parts = (options.only,) if options.only else ("experts", "route", "elementwise")
     expert_tokens = EXPERT_TOKENS if "experts" in parts else ()
-    router_tokens = tuple(options.router) if "route" in parts else ()
+    router_tokens = ROUTER_TOKENS if "route" in parts else ()
     with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_one, dict.fromkeys(jobs(expert_tokens, router_tokens, sweep=sweep))))
     print(f"compiled after {time.monotonic() - began:.0f} s")

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sidestream.ops.triton_rounding import narrowed, rounded
+
 STREAMS = 4
 
 
@@ -111,15 +113,27 @@ def _mix(
     if EARLY:
         gdc_launch_dependents()  # not before: programs of the next kernel would crowd where there is room first
     # All shares are read before anything is written: no load passes a store, and each would be a trip to the L2 cache.
-    n0 = new_stream(x0, x1, x2, x3, given, mix, post, mix_from, out, FAST)
-    n1 = new_stream(x0, x1, x2, x3, given, mix + mix_to, post + post_stream, mix_from, out, FAST)
-    n2 = new_stream(x0, x1, x2, x3, given, mix + 2 * mix_to, post + 2 * post_stream, mix_from, out, FAST)
-    n3 = new_stream(x0, x1, x2, x3, given, mix + 3 * mix_to, post + 3 * post_stream, mix_from, out, FAST)
+    s0 = shares(mix, post, mix_from)
+    s1 = shares(mix + mix_to, post + post_stream, mix_from)
+    s2 = shares(mix + 2 * mix_to, post + 2 * post_stream, mix_from)
+    s3 = shares(mix + 3 * mix_to, post + 3 * post_stream, mix_from)
+    n0 = new_stream(x0, x1, x2, x3, given, s0, out, FAST)
+    n1 = new_stream(x0, x1, x2, x3, given, s1, out, FAST)
+    n2 = new_stream(x0, x1, x2, x3, given, s2, out, FAST)
+    n3 = new_stream(x0, x1, x2, x3, given, s3, out, FAST)
     written = out + row * 4 * H + h
     tl.store(written, n0, mask=real)
     tl.store(written + H, n1, mask=real)
     tl.store(written + 2 * H, n2, mask=real)
     tl.store(written + 3 * H, n3, mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def shares(mix: tl.tensor, post: tl.tensor, mix_from: tl.tensor) -> tl.tensor:
+    """What a new stream takes of the four old ones and of the output."""
+    first, second = tl.load(mix), tl.load(mix + mix_from)
+    third, fourth = tl.load(mix + 2 * mix_from), tl.load(mix + 3 * mix_from)
+    return first, second, third, fourth, tl.load(post)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -129,45 +143,13 @@ def new_stream(
     x2: tl.tensor,
     x3: tl.tensor,
     given: tl.tensor,
-    share: tl.tensor,
-    placed: tl.tensor,
-    share_from: tl.tensor,
+    taken: tl.tensor,
     out: tl.tensor,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Columns of a new stream in the dtype of ``out``: from those of the four old ones and of the output, fp32."""
-    total = x0 * rounded(tl.load(share), out, FAST)
-    total += x1 * rounded(tl.load(share + share_from), out, FAST)
-    total += x2 * rounded(tl.load(share + 2 * share_from), out, FAST)
-    total += x3 * rounded(tl.load(share + 3 * share_from), out, FAST)
-    return narrowed(total + 2.0 * (given * rounded(tl.load(placed), out, FAST)), out, FAST)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def narrowed(value: tl.tensor, out: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """fp32 in the dtype of ``out``. ``FAST``, for bf16: by the instruction that converts two numbers, of which four are
-    done while that for one number, which the compiler takes where the result is widened again, does one."""
-    if FAST:
-        result = tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [value], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
-    else:
-        result = value.to(out.dtype.element_ty)
-    return result
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def rounded(value: tl.tensor, out: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """fp32 as the dtype of ``out`` holds it. ``FAST``: as in ``narrowed``, with zero for the other number."""
-    if FAST:
-        result = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, 0f00000000, $1; shl.b32 $0, t, 16; }",
-            "=f,f",
-            [value],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        result = value.to(out.dtype.element_ty).to(tl.float32)
-    return result
+    """Columns of a new stream in the dtype of ``out``: those ``shares`` of the old ones and of the output."""
+    total = x0 * rounded(taken[0], out.dtype.element_ty, FAST)
+    total += x1 * rounded(taken[1], out.dtype.element_ty, FAST)
+    total += x2 * rounded(taken[2], out.dtype.element_ty, FAST)
+    total += x3 * rounded(taken[3], out.dtype.element_ty, FAST)
+    return narrowed(total + 2.0 * (given * rounded(taken[4], out.dtype.element_ty, FAST)), out.dtype.element_ty, FAST)

@@ -19,8 +19,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.ops.hyper_connection import triton_post, triton_pre
-from sidestream.ops.hyper_connection.triton_post import new_stream, rounded
+from sidestream.ops.hyper_connection.triton_post import new_stream, shares
 from sidestream.ops.hyper_connection.triton_pre import COLUMNS, Launch
+from sidestream.ops.triton_rounding import bf16_terms, not_before
 
 MOST_ROWS = 2
 """More are mixed in one kernel and multiplied in another."""
@@ -144,10 +145,14 @@ def _mix_and_multiply(
     given = tl.load(output + row * output_row + h).to(tl.float32)
     mix += row * mix_row
     post += row * post_row
-    n0 = new_stream(x0, x1, x2, x3, given, mix, post, mix_from, out, FAST)
-    n1 = new_stream(x0, x1, x2, x3, given, mix + mix_to, post + post_stream, mix_from, out, FAST)
-    n2 = new_stream(x0, x1, x2, x3, given, mix + 2 * mix_to, post + 2 * post_stream, mix_from, out, FAST)
-    n3 = new_stream(x0, x1, x2, x3, given, mix + 3 * mix_to, post + 3 * post_stream, mix_from, out, FAST)
+    s0 = shares(mix, post, mix_from)
+    s1 = shares(mix + mix_to, post + post_stream, mix_from)
+    s2 = shares(mix + 2 * mix_to, post + 2 * post_stream, mix_from)
+    s3 = shares(mix + 3 * mix_to, post + 3 * post_stream, mix_from)
+    n0 = new_stream(x0, x1, x2, x3, given, s0, out, FAST)
+    n1 = new_stream(x0, x1, x2, x3, given, s1, out, FAST)
+    n2 = new_stream(x0, x1, x2, x3, given, s2, out, FAST)
+    n3 = new_stream(x0, x1, x2, x3, given, s3, out, FAST)
     written = out + row * (4 * H) + h
     tl.store(written, n0)
     tl.store(written + H, n1)
@@ -195,12 +200,6 @@ def _mix_and_multiply_rows(
     factor_at = fn + (k // WIDTH * H + share * WIDTH + k % WIDTH)[:, None] + column[None, :] * (4 * H)
     # fn never changes, so it need not wait for the kernel before.
     factor = tl.load(factor_at, mask=(column < 24)[None, :] & (k >= 0)[:, None], other=0.0)
-    if FAST:
-        high = rounded(factor, out, FAST)
-        rest = factor - high
-        middle = rounded(rest, out, FAST)
-        low = (rest - middle).to(tl.bfloat16)
-        high, middle = high.to(tl.bfloat16), middle.to(tl.bfloat16)
     if EARLY:
         gdc_wait()
     there = row < T
@@ -213,10 +212,16 @@ def _mix_and_multiply_rows(
     given = tl.load(output + known * output_row + h[None, :]).to(tl.float32)
     mix += known * mix_row
     post += known * post_row
-    n0 = new_stream(x0, x1, x2, x3, given, mix, post, mix_from, out, FAST)
-    n1 = new_stream(x0, x1, x2, x3, given, mix + mix_to, post + post_stream, mix_from, out, FAST)
-    n2 = new_stream(x0, x1, x2, x3, given, mix + 2 * mix_to, post + 2 * post_stream, mix_from, out, FAST)
-    n3 = new_stream(x0, x1, x2, x3, given, mix + 3 * mix_to, post + 3 * post_stream, mix_from, out, FAST)
+    s0 = shares(mix, post, mix_from)
+    s1 = shares(mix + mix_to, post + post_stream, mix_from)
+    s2 = shares(mix + 2 * mix_to, post + 2 * post_stream, mix_from)
+    s3 = shares(mix + 3 * mix_to, post + 3 * post_stream, mix_from)
+    if FAST:
+        high, middle, low = bf16_terms(not_before(factor))
+    n0 = new_stream(x0, x1, x2, x3, given, s0, out, FAST)
+    n1 = new_stream(x0, x1, x2, x3, given, s1, out, FAST)
+    n2 = new_stream(x0, x1, x2, x3, given, s2, out, FAST)
+    n3 = new_stream(x0, x1, x2, x3, given, s3, out, FAST)
     written = out + known * (4 * H) + h[None, :]
     tl.store(written, n0, mask=there[:, None])
     tl.store(written + H, n1, mask=there[:, None])

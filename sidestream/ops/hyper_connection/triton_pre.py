@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sidestream.ops.hyper_connection.triton_post import narrowed, rounded
 from sidestream.ops.hyper_connection.triton_sinkhorn import spread
+from sidestream.ops.triton_rounding import bf16_terms, narrowed, rounded
 
 STREAMS = 4
 COLUMNS = 32
@@ -238,14 +238,10 @@ def _wait(EARLY: tl.constexpr, OVERLAP: tl.constexpr) -> None:
 def multiplied(x: tl.tensor, factor: tl.tensor, products: tl.tensor, SPLIT: tl.constexpr) -> tl.tensor:
     """products [rows, 32] plus x [rows, depth] through fp32 ``factor`` [32, depth].
 
-    With ``SPLIT`` a factor is three bf16 terms (24 bits), whose products with bf16 streams are exact: matrix units then
-    add in fp32.
+    With ``SPLIT`` a factor is three bf16 terms, and matrix units add exact products in fp32.
     """
     if SPLIT:
-        high = factor.to(tl.bfloat16)
-        rest = factor - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        high, middle, low = bf16_terms(factor)
         products = tl.dot(x, tl.trans(low), products)
         products = tl.dot(x, tl.trans(middle), products)
         products = tl.dot(x, tl.trans(high), products)
@@ -309,7 +305,7 @@ def _finish(
         total += tl.sum(tl.where(column == 1, pre, 0.0), axis=0) * x1.to(tl.float32)
         total += tl.sum(tl.where(column == 2, pre, 0.0), axis=0) * x2.to(tl.float32)
         total += tl.sum(tl.where(column == 3, pre, 0.0), axis=0) * x3.to(tl.float32)
-        total = rounded(total, normed, NARROW)
+        total = rounded(total, normed.dtype.element_ty, NARROW)
         scale = tl.rsqrt(tl.sum(total * total, axis=0) / H + norm_eps)
-        result = rounded(total * scale, normed, NARROW) * weight
-        tl.store(normed + row * H + h, narrowed(result, normed, NARROW), mask=h < H)
+        result = rounded(total * scale, normed.dtype.element_ty, NARROW) * weight
+        tl.store(normed + row * H + h, narrowed(result, normed.dtype.element_ty, NARROW), mask=h < H)

@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.ops.moe.triton_tiles import RouterTiles, dividing
+from sidestream.ops.triton_rounding import bf16_terms, not_before
 
 RANKED_EXPERTS = 0
 """Up to so many experts, a power of two, each one's place is counted; more are searched for the best, once a place."""
@@ -136,13 +137,12 @@ def _scores(
             gdc_launch_dependents()
         x_at, weight_at = x + x_row[:, None] + k[None, :], weight + weight_row[None, :] + k[:, None]
         factor = tl.load(weight_at)  # weights never change, so they need not wait for the kernel before
-        if SPLIT:
-            high, middle, low = _terms(factor)
         if PDL:
             gdc_wait()
         row = tl.load(x_at)
         nothing = tl.zeros([ROWS, EXPERTS], tl.float32)
         if SPLIT:
+            high, middle, low = bf16_terms(not_before(factor))
             total = tl.dot(row, low, nothing) + tl.dot(row, middle, nothing) + tl.dot(row, high, nothing)
         else:
             total = tl.dot(row.to(tl.float32), factor, nothing, input_precision="ieee")
@@ -155,7 +155,7 @@ def _scores(
         for step in tl.range(0, STEPS, num_stages=STAGES):
             row, factor = tl.load(x_at + step * DEPTH), tl.load(weight_at + step * DEPTH)
             if SPLIT:
-                high, middle, low = _terms(factor)
+                high, middle, low = bf16_terms(factor)
                 total = tl.dot(row, low, total)
                 total = tl.dot(row, middle, total)
                 total = tl.dot(row, high, total)
@@ -174,15 +174,6 @@ def _scores(
         total = tl.sum(lanes, 2)
     at = parts + (split.to(tl.int64) * tokens + token[:, None]) * num_experts + expert[None, :]
     tl.store(at, total, mask=real[:, None] & known[None, :])
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _terms(factor: tl.tensor) -> tl.tensor:
-    """fp32 as three bf16 terms."""
-    high = factor.to(tl.bfloat16)
-    rest = factor - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
