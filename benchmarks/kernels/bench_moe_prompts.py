@@ -34,7 +34,15 @@ from sidestream.ops.moe import triton_grouped
 from sidestream.ops.moe.triton_tiles import MANY_ROWS, ExpertTiles, Roles, expert_tiles
 
 EXPERTS = 64
-ROLES = (Roles(2, 4), Roles(3, 3), Roles(2, 4, gathered=True), Roles(3, 3, gathered=True))
+ROLES = (
+    Roles(2, 4),
+    Roles(3, 3),
+    Roles(2, 4, lead=2),
+    Roles(2, 4, gathered=True),
+    Roles(3, 3, gathered=True),
+    Roles(2, 4, gathered=True, lead=2),
+    Roles(3, 3, lead=1),
+)
 
 
 def variants(tokens: int) -> dict[str, ExpertTiles]:

@@ -41,7 +41,7 @@ def _feed(sources, memory, barriers, plan, kinds):
     """Bring each depth of each tile by the copy engine: ``groups`` times 64 rows, and two halves of the weight rows."""
     arranged, dense, _, weights = sources
     rows, columns = memory
-    full, empty = barriers
+    full, empty, _ = barriers
     _, _, _, routed_blocks, shared_blocks, _, blocks = plan
     parts, depth, groups, stages, gated, _ = kinds
     stage = 0
@@ -95,7 +95,7 @@ def _gather(sources, memory, barriers, plan, kinds):
     own are there; weights by the copy engine."""
     x, _, x_stride, weights = sources
     rows, columns = memory
-    full, empty = barriers
+    full, empty, _ = barriers
     _, _, _, _, _, _, blocks = plan
     parts, depth, groups, stages, gated, top_k = kinds
     stage = 0

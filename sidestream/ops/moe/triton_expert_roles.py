@@ -70,6 +70,7 @@ def partial_sums(
     H, inner = w2.shape[1:]
     assert H % 256 == 0, f"hidden size {H} is no multiple of 256"
     assert inner % 128 == 0, f"inner size {inner} is no multiple of 128"
+    assert min(H // 64, inner // 64, roles.stages) > roles.lead, f"{roles} for depths of {H} and {inner}"
     if x.stride(0) % 16 or x.data_ptr() % 16:  # copies are of 16 bytes, and Triton knows of strides by 16 elements
         x = x.contiguous()
     assert T * x.stride(0) < 2**31, f"{T} rows {x.stride(0)} apart are beyond 32 bits"
@@ -104,6 +105,7 @@ def partial_sums(
             gated=gated,
             limited=swiglu_limit is not None,
             gathered=gated and roles.gathered,
+            lead=roles.lead,
             num_warps=4,
         )
     return partial
@@ -143,15 +145,16 @@ def _ask_pair(block, plan, group, groups: gl.constexpr):
 def _multiply(target, memory, barriers, plan, kinds, limit, mine):
     """The products of 64 rows of each tile, to their end: SwiGLU and ``hidden``, or ``partial`` by pair."""
     rows, columns, staged = memory
-    full, empty = barriers
+    full, empty, ahead = barriers
     order, _, tokens, routed_blocks, shared_blocks, _, blocks = plan
     parts, depth, groups, stages, gated, top_k = kinds
-    group, limited, gathered = mine
+    group, limited, gathered, lead = mine
     width: gl.constexpr = 256 if groups == 2 else 128
     products: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
     by_row: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     stage = 0
     turn = 0
+    first_step = lead
     asked = ask_expert(gl.program_id(0) // parts, plan)
     head = _ask_pair(gl.program_id(0) // parts, plan, group, groups)
     for tile in range(gl.program_id(0), blocks * parts, gl.num_programs(0)):
@@ -163,6 +166,8 @@ def _multiply(target, memory, barriers, plan, kinds, limit, mine):
         asked = ask_expert((tile + gl.num_programs(0)) // parts, plan)
         head = _ask_pair((tile + gl.num_programs(0)) // parts, plan, group, groups)
         if expert >= 0:
+            if lead > 0 and group > 0:
+                mbarrier.wait(ahead, 0)
             if used:
                 if not gated:
                     member = gl.arange(0, 64, layout=gl.SliceLayout(1, by_row))
@@ -183,11 +188,14 @@ def _multiply(target, memory, barriers, plan, kinds, limit, mine):
                     total = warpgroup_mma(row, column, total, is_async=True)
                     total = warpgroup_mma_wait(1, [total])
                     mbarrier.arrive(empty.index(last), count=1, pred=step > 0)
+                    if lead > 0 and group == 0:
+                        mbarrier.arrive(ahead, count=1, pred=step == first_step)
                     last = stage
                     stage = (stage + 1) % stages
                     turn = turn ^ (stage == 0).to(gl.int32)
                 total = warpgroup_mma_wait(0, [total])
                 mbarrier.arrive(empty.index(last), count=1)
+                first_step = -1  # the others follow from now on
                 if gated:
                     gate, up = _halves(total)
                     value = _swiglu(gate, up, limit, limited).to(gl.bfloat16)
@@ -242,6 +250,7 @@ def products(
     gated: gl.constexpr,
     limited: gl.constexpr,
     gathered: gl.constexpr,
+    lead: gl.constexpr,
 ):
     """Rows times their experts' ``weights`` [experts * rows, depth], ``parts`` tiles of 256 weight rows an expert.
 
@@ -258,6 +267,8 @@ def products(
     staged = gl.allocate_shared_memory(gl.bfloat16, [groups, 64, 128], result)
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    ahead = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ahead, count=1)
     for i in gl.static_range(stages):
         mbarrier.init(full.index(i), count=129 if gathered else 1)
         mbarrier.init(empty.index(i), count=groups)
@@ -265,10 +276,10 @@ def products(
     gl.thread_barrier()
     plan = (order, block_expert, tokens, routed_blocks, shared_blocks, num_experts, blocks)
     kinds: gl.constexpr = (parts, depth, groups, stages, gated, top_k)
-    barriers = (full, empty)
-    mine_0: gl.constexpr = (0, limited, gathered)
-    mine_1: gl.constexpr = (1, limited, gathered)
-    mine_2: gl.constexpr = (2, limited, gathered)
+    barriers = (full, empty, ahead)
+    mine_0: gl.constexpr = (0, limited, gathered, lead)
+    mine_1: gl.constexpr = (1, limited, gathered, lead)
+    mine_2: gl.constexpr = (2, limited, gathered, lead)
     how: gl.constexpr = (gathered,)
     memory = (rows, halves)
     sources = (source, dense, x_stride, weights)

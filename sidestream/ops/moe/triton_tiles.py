@@ -37,11 +37,13 @@ class Tiles:
 class Roles:
     """Both products by warps with roles (``triton_expert_roles``): ``groups`` warpgroups of 64 rows each, fed up to
     ``stages`` depths of 64 ahead. Shared memory has room for 2 groups with 4 stages or 3 with 3. ``gathered``: rows of
-    x are picked by the kernel itself rather than copied in the order of the plan first."""
+    x are picked by the kernel itself rather than copied in the order of the plan first. ``lead``: depths that the first
+    group is ahead of the others, so that groups do what follows a product, where tensor cores stand still, in turn."""
 
     groups: int
     stages: int
     gathered: bool = False
+    lead: int = 0
 
     @property
     def rows(self) -> int:

@@ -169,16 +169,15 @@ def test_every_way_of_launching(
             assert_near_fp32(got, x, w13, w2, named)
 
 
-@pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("roles", [Roles(2, 4), Roles(3, 3)])
+@pytest.mark.parametrize(
+    "roles", [Roles(2, 4), Roles(3, 3, lead=1), Roles(2, 4, gathered=True, lead=2), Roles(3, 3, gathered=True)]
+)
 @pytest.mark.parametrize("tokens", [65, 700, 1500])
-def test_products_by_warps_with_roles(
-    w13: torch.Tensor, w2: torch.Tensor, tokens: int, roles: Roles, gathered: bool
-) -> None:
+def test_products_by_warps_with_roles(w13: torch.Tensor, w2: torch.Tensor, tokens: int, roles: Roles) -> None:
     """Rows with gaps between them, padding rows, an expert of many blocks, one that nobody chose; twice in a graph."""
     from sidestream.ops.moe import triton_grouped
 
-    tiles = MANY_ROWS.with_roles(replace(roles, gathered=gathered))
+    tiles = MANY_ROWS.with_roles(roles)
     wide, named = draw(tokens, HIDDEN + 8), chosen(tokens)
     x = wide[:, :HIDDEN]
     named["ids"][named["ids"] == 11] = 12

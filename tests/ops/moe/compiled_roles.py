@@ -13,7 +13,7 @@ from benchmarks.precompile import begin
 from benchmarks.rehearsal import kernels_met, pretended_device
 from sidestream.ops.moe.triton_tiles import MANY_ROWS, Roles
 
-ROLES = (Roles(2, 4), Roles(3, 3), Roles(2, 4, gathered=True), Roles(3, 3, gathered=True))
+ROLES = (Roles(2, 4), Roles(3, 3, lead=1), Roles(2, 4, gathered=True), Roles(3, 3, gathered=True, lead=1))
 
 
 def made(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
