@@ -195,12 +195,16 @@ def joint_times(rows: int, sets: list[dict[str, Any]], launches: list[Launch]) -
     return times
 
 
-def compile_one(job: tuple[int, Launch]) -> None:
-    """In a process of its own: fill Triton's cache on disk."""
+def compile_one(job: tuple[int, Launch | None]) -> None:
+    """In a process of its own: fill Triton's cache on disk. No launch is expand and collapse apart, and the table's."""
     rows, launch = job
     made = arguments(rows, seed=0)
     try:
-        jointly(made, reference.hyper_connection_pre(**made, **SETTINGS), launch)
+        if launch is None:
+            both(made, None, replace(post_kernel.launch_for(rows), ahead=True))
+            both(made, None, None)
+        if launch is not None or rows <= joint_kernel.MOST_ROWS:
+            jointly(made, reference.hyper_connection_pre(**made, **SETTINGS), launch)
         torch.cuda.synchronize()
     except Exception as fault:  # noqa: BLE001  # reported when the variant is timed
         print(f"{type(fault).__name__} of {launch}")
@@ -225,7 +229,7 @@ def main() -> None:
     began = time.monotonic()
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "shapes": {}}
     with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        tried = [] if options.tables else [(rows, launch) for rows in JOINT for launch in joint_launches(rows)]
+        tried = [] if options.tables else [(rows, launch) for rows in JOINT for launch in [None, *joint_launches(rows)]]
         list(pool.map(compile_one, tried))
     print(f"compiled after {time.monotonic() - began:.0f} s")
     for rows in sorted(JOINT if options.joint else PRODUCTS):
