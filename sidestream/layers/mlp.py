@@ -92,6 +92,9 @@ class MoeMlp:
         return pad_rows(self.group.all_reduce(out), x.shape[0])
 
     def fetch_ahead(self, rows: int) -> None:
-        """Ask for the first expert, which is multiplied first, where rows are so many that some will choose it."""
-        if rows * self.moe.top_k >= self.moe.num_experts:
+        """Ask for an expert that will be multiplied among the first: the shared one of a single row, or the first where
+        rows are so many that some will choose it."""
+        if rows == 1 and self.moe.num_shared_experts:
+            fetch_ahead(self.w13[self.moe.num_experts], rows)
+        elif rows * self.moe.top_k >= self.moe.num_experts:
             fetch_ahead(self.w13[0], rows)

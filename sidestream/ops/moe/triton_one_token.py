@@ -46,6 +46,7 @@ def experts(
         x.stride(1),
         float(swiglu_limit or 0.0),
         TOP_K=top_k,
+        SLOTS=slots,
         H=H,
         INNER=inner,
         COLUMNS=up_columns,
@@ -95,6 +96,7 @@ def _gate_up_one(
     x_stride: tl.tensor,
     limit: float,
     TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
     H: tl.constexpr,
     INNER: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -103,8 +105,10 @@ def _gate_up_one(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """hidden [slots, INNER]: COLUMNS rows of gate and of up a program, whole rows."""
-    slot, part = tl.program_id(0) // (INNER // COLUMNS), tl.program_id(0) % (INNER // COLUMNS)
+    """hidden [slots, INNER]: COLUMNS rows of gate and of up a program, whole rows. Shared experts run first: whoever
+    asked for weights ahead of the choice could ask for theirs."""
+    place, part = tl.program_id(0) // (INNER // COLUMNS), tl.program_id(0) % (INNER // COLUMNS)
+    slot = (place + TOP_K) % SLOTS
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
     if PDL:
