@@ -103,7 +103,8 @@ def variants(shape: Shape) -> list[Launch]:
     if shape.heads == 64 and shape.tokens <= 8:
         programs = -(-132 // shape.tokens)
         for splits in {min(programs - 1, 33), min(programs // 2, 17)}:
-            found += [Launch(splits, 64, 64, 1, 8, False, roles=True), Launch(splits, 64, 32, 1, 8, False, roles=True)]
+            roles = Launch(splits, 64, 64, 1, 8, False, roles=True, early=True)
+            found += [roles, replace(roles, block_n=32)]
     found += [replace(one, block_n=96 - one.block_n) for one in found if one.roles and shape.tokens > 8]
     if shape.tokens <= 8 or shape.heads < 32:
         for block_h, block_n, stages, warps, parted in SMALL:
@@ -114,8 +115,11 @@ def variants(shape: Shape) -> list[Launch]:
     if 1 < chosen.splits < 32:
         best = replace(chosen, in_threads=True, block_n=32 if chosen.roles else chosen.block_n)
         found += [replace(best, splits=-(-chosen.splits * share // 6)) for share in (3, 4)]
-    if shape.heads == 64 and shape.tokens in (8, 64) and shape.layout != "fp8_ds_mla" and shape.bar is not None:
-        found += [replace(one, pdl=False) for one in found if one.in_threads and one.splits == chosen.splits]
+    if shape.heads == 64 and shape.tokens in (1, 8, 64) and shape.layout != "fp8_ds_mla" and shape.bar is not None:
+        last = [one for one in found if one.in_threads and one.splits == chosen.splits]
+        last = [one for one in last if one.block_n == 32 or not one.roles]
+        found += [replace(one, early=not one.early) for one in last]
+        found += [replace(one, pdl=False) for one in last if one.roles]
     return list(dict.fromkeys(found))
 
 
@@ -264,7 +268,8 @@ def main(path: Path) -> None:
         for us, one in ranked[:5]:
             print(
                 f"    {us:8.1f} us  splits={one.splits} h={one.block_h} n={one.block_n} stages={one.stages} "
-                f"warps={one.warps} parted={one.parted} roles={one.roles} pdl={one.pdl} in_threads={one.in_threads}"
+                f"warps={one.warps} parted={one.parted} roles={one.roles} pdl={one.pdl} early={one.early} "
+                f"in_threads={one.in_threads}"
             )
     print(f"{time.time() - began:.0f} s in all")
 

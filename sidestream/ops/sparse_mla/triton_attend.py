@@ -106,6 +106,7 @@ def attend(
     causal: tl.constexpr,
     dtype: tl.constexpr,
     pdl: tl.constexpr,
+    early: tl.constexpr,
 ):
     """One run of one token's rows for ``block_h`` heads; grid (tokens * head_blocks, splits).
 
@@ -127,8 +128,10 @@ def attend(
         parted: the softmax stands in a branch that is always taken. Otherwise the compiler sees two products chained,
             gives each group of four warps all columns of the first one, and computes it twice with eight warps.
         dtype: of the operands of products.
-        pdl: let the kernel behind this one start while the last runs end.
+        pdl: let the kernel behind this one start while the last runs end or, ``early``, once all have begun.
     """
+    if pdl and early:
+        gdc_launch_dependents()
     place = tl.program_id(0)
     split = tl.program_id(1)
     if causal:
@@ -207,7 +210,7 @@ def attend(
         tl.store(
             out + out_place[:, None] * latent + column[None, :], result.to(out.dtype.element_ty), mask=known[:, None]
         )
-    if pdl:
+    if pdl and not early:
         gdc_launch_dependents()
 
 

@@ -42,7 +42,7 @@ class Launch:
     """Sizes of one launch, named as in ``triton_attend.attend``.
 
     Attributes:
-        pdl: the merge starts while the last runs end.
+        pdl: the merge starts while the last runs end or, ``early``, once all have begun, to wait where there is room.
         roles: take ``triton_roles`` for blocks of 64 heads and tiles of 64 or 32 rows; ``stages``, ``warps`` and
             ``parted`` have no meaning then.
         in_threads: runs are merged by ``triton_merge``, which exchanges nothing between threads.
@@ -57,6 +57,7 @@ class Launch:
     pdl: bool = True
     roles: bool = False
     in_threads: bool = False
+    early: bool = False
 
 
 @lru_cache(maxsize=4096)
@@ -105,7 +106,7 @@ def choose_launch(
     programs = 2 * _PROGRAMS if block_h == 16 else _PROGRAMS
     tiles = -(-places // block_n)
     splits = splits_for(blocks, tiles, block_n, limit, programs=programs, run_cost=_MERGE_RUN * block_h / 64)
-    return Launch(splits, block_h, block_n, stages, warps, parted, roles=roles)
+    return Launch(splits, block_h, block_n, stages, warps, parted, roles=roles, early=roles)
 
 
 def supported(q: torch.Tensor, pool: torch.Tensor, layout: KVRowLayout) -> bool:
@@ -184,6 +185,7 @@ def run(
         "single": splits == 1,
         "paged": block_size > 0,
         "pdl": pdl,
+        "early": launch.early and pdl,
     }
     if launch.roles:
         assert roles_support(layout), f"no kernel with roles for {layout}"

@@ -186,6 +186,7 @@ def attend_roles(
     causal: gl.constexpr,
     block_n: gl.constexpr,
     pdl: gl.constexpr,
+    early: gl.constexpr,
 ):
     """One run of rows for 64 query rows: ``triton_attend.attend`` with the same arguments, for eight warps and the
     eight it adds.
@@ -199,7 +200,7 @@ def attend_roles(
     shared_weights: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, block_n], gl.bfloat16)
     buffers: gl.constexpr = 128 // block_n
     in_line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    if pdl:
+    if pdl and early:
         gdc_launch_dependents()
     program = gl.program_id(0)
     split = gl.program_id(1)
@@ -300,3 +301,5 @@ def attend_roles(
             [4, 4],
             [registers[0], registers[1]],
         )
+    if pdl and not early:
+        gdc_launch_dependents()

@@ -324,6 +324,7 @@ def run(
                     causal,
                     block_n,
                     True,
+                    False,
                 ),
             )
     return out, lse
