@@ -22,7 +22,7 @@ PLANS = [
     CopyPlan(total=9),
     CopyPlan(total=1, early=True),
     CopyPlan(early=True, vectors=True, past_l1=True),
-    *([] if INTERPRETED else [CopyPlan(early=True, vectors=True, pdl=True), CopyPlan(bulk=True, pdl=True)]),
+    *([] if INTERPRETED else [CopyPlan(early=True, vectors=True, pdl=True)]),
 ]
 
 
