@@ -42,6 +42,8 @@ def test_every_case_gives_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert [len(times) for times in found[case]["all"].values()] == [turns, turns]
         assert found[case]["on over off"] > 0.0
     assert set(found["alone"]["median us to launch"]) == {"on", "off"}
+    assert min(found["alone"]["us of operators a turn"].values()) > 0.0
+    assert len(found["alone"]["us more, of those that differ most"]) == 8
     assert set(prefix_gpu.CASES) <= set(found)
     assert build.compile_steps is before
 
