@@ -17,7 +17,6 @@ from sidestream.layers.linear import MergedLinear, Projection, RowLinear
 from sidestream.layers.loader import LayerLoader
 from sidestream.ops.kda import decode_step, mixed_step
 
-
 FEW_ROWS = 2
 """Up to which the recurrence leaves memory idle."""
 
