@@ -1,7 +1,8 @@
 """Gluon's language in torch, for kernels of KDA's decode step: their own source run on a CPU, a program at a time.
 
 It knows nothing of threads, so it says nothing about barriers or layouts; it does catch wrong places, masks and
-formulas, a state that is used before its copy was waited for, and one sent for while its buffer is in use.
+formulas, a state that is used before its copy was waited for, one sent for while its buffer is in use, and what an
+early start reads too soon.
 """
 
 from __future__ import annotations
@@ -94,15 +95,25 @@ def run(
     program: tuple[int, int],
     arguments: tuple[Any, ...],
     *,
+    late: tuple[int, ...],
     at_once: bool = False,
 ) -> None:
     """One program of a kernel with the functions of its module that it calls.
 
     Args:
         program: its numbers; arguments: of the kernel, tensors of memory as they are.
+        late: numbers of the arguments that the kernel in front writes: NaN until it was waited for.
         at_once: asynchronous copies arrive when they are sent for, else when they are waited for.
     """
     copies = Copies(at_once)
+    coming = {at: arguments[at].clone() for at in late}
+    for at in late:
+        arguments[at].fill_(torch.nan)
+
+    def gdc_wait() -> None:
+        while coming:
+            at, value = coming.popitem()
+            arguments[at].copy_(value)
 
     def layout(*_args: Any, **_kwargs: Any) -> None:
         return None
@@ -128,11 +139,12 @@ def run(
         load=lambda source, mask=None, other=0: source.load(mask, other),
         store=_store,
     )
-    names: dict[str, Any] = {"gl": gl, "async_copy": copies, "gdc_wait": lambda: None}
+    names: dict[str, Any] = {"gl": gl, "async_copy": copies, "gdc_wait": gdc_wait}
     names |= {"gdc_launch_dependents": lambda: None, "mma_v2": lambda a, b, sums: sums + a.float() @ b.float()}
     for function in (*helpers, kernel):
         name = function.fn.__name__
         names[name] = types.FunctionType(function.fn.__code__, names, name)
     names[kernel.fn.__name__](*(Pointer(x) if isinstance(x, torch.Tensor) else x for x in arguments))
+    assert not coming, "the kernel in front was not waited for"
     assert not copies.open, "a copy belongs to no group"
     assert not any(copies.groups), "a program ends while copies to its memory are on their way"
