@@ -16,6 +16,8 @@ from sidestream.ops.moe.triton_tiles import dividing
 COUNTED_PAIRS = 8192
 _CHUNK, _SHARE = 1024, 4
 """Pairs that are looked at at once; chunks a program places."""
+_MOST_ROWS = 256
+"""Of a block. With one bound for all, prompts of a size that no start has met compile nothing."""
 _ARRANGED = 8
 """Rows a program copies."""
 
@@ -36,7 +38,8 @@ def plan(
     pairs = ids.numel()
     order = torch.empty(blocks * rows, dtype=torch.int32, device=ids.device)
     block_expert = torch.empty(blocks, dtype=torch.int32, device=ids.device)
-    bins, fill = triton.next_power_of_2(num_experts + 1), triton.next_power_of_2(rows)
+    assert rows <= _MOST_ROWS, f"blocks of {rows} rows, of {_MOST_ROWS} at most"
+    bins = triton.next_power_of_2(num_experts + 1)
     if pairs <= COUNTED_PAIRS:
         _plan[(num_experts,)](
             ids,
@@ -46,7 +49,7 @@ def plan(
             num_experts,
             blocks,
             ROWS=rows,
-            FILL=fill,
+            FILL=triton.next_power_of_2(rows),
             BINS=bins,
             CHUNK=128 if pairs <= 128 else _CHUNK,
             PDL=pdl,
@@ -65,8 +68,8 @@ def plan(
         num_experts,
         blocks,
         chunks,
-        ROWS=rows,
-        FILL=fill,
+        rows,
+        FILL=_MOST_ROWS,
         BINS=bins,
         CHUNK=_CHUNK,
         SHARE=_SHARE,
@@ -107,12 +110,12 @@ def _end(
     used_blocks: tl.tensor,
     num_experts: tl.tensor,
     num_blocks: tl.tensor,
-    ROWS: tl.constexpr,
+    rows: tl.tensor,
     FILL: tl.constexpr,
 ) -> None:
     """What lies behind an expert's last pair, the expert of its blocks, and its share of blocks that nobody needs."""
     rest = placed + tl.arange(0, FILL)
-    tl.store(order + first_block * ROWS + rest, tl.full([FILL], -1, tl.int32), mask=rest < own_blocks * ROWS)
+    tl.store(order + first_block * rows + rest, tl.full([FILL], -1, tl.int32), mask=rest < own_blocks * rows)
     few = tl.arange(0, 32)
     for first in range(0, own_blocks, 32):
         own = tl.zeros([32], tl.int32) + expert
@@ -180,7 +183,7 @@ def _count(
     tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), found)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_experts", "num_blocks", "chunks"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_pairs", "num_experts", "num_blocks", "chunks", "rows"])  # type: ignore[untyped-decorator]
 def _place(
     ids: tl.tensor,
     counts: tl.tensor,
@@ -190,7 +193,7 @@ def _place(
     num_experts: tl.tensor,
     num_blocks: tl.tensor,
     chunks: tl.tensor,
-    ROWS: tl.constexpr,
+    rows: tl.tensor,
     FILL: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -209,7 +212,7 @@ def _place(
         found = tl.load(counts + chunk * BINS + bins[None, :], mask=chunk < chunks, other=0)
         all_of += tl.sum(found, 0)
         before += tl.sum(tl.where(chunk < first_chunk, found, 0), 0)
-    blocks = tl.where(bins < num_experts, (all_of + ROWS - 1) // ROWS, 0)
+    blocks = tl.where(bins < num_experts, (all_of + rows - 1) // rows, 0)
     first_block = tl.sum(tl.where(bins < expert, blocks, 0), 0)
     placed = tl.sum(tl.where(bins == expert, before, 0), 0)
     lane = tl.arange(0, CHUNK)
@@ -218,7 +221,7 @@ def _place(
         chosen = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
         mine = (chosen == expert).to(tl.int32)
         place = placed + tl.cumsum(mine, 0) - 1
-        tl.store(order + first_block * ROWS + place, pair, mask=mine > 0)
+        tl.store(order + first_block * rows + place, pair, mask=mine > 0)
         placed += tl.sum(mine, 0)
     if first_chunk + SHARE >= chunks:
         own_blocks = tl.sum(tl.where(bins == expert, blocks, 0), 0)
@@ -233,7 +236,7 @@ def _place(
             used_blocks,
             num_experts,
             num_blocks,
-            ROWS,
+            rows,
             FILL,
         )
 
