@@ -220,13 +220,14 @@ def _choose(
     there = (group[:, None] < num_groups) & (member[None, :] < size)
     expert = group[:, None] * size + member[None, :]
     added = tl.load(bias + expert, mask=there, other=0.0)  # never changes
+    own, share = parts + token * num_experts, num_experts.to(tl.int64) * tokens
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     alive = tl.load(live + token, mask=padded != 0, other=1) > 0
     logit = tl.zeros([GROUPS, SIZE], tl.float32)
     for split in tl.static_range(SPLITS):
-        logit += tl.load(parts + (token + split * tokens) * num_experts + expert, mask=there, other=0.0)
+        logit += tl.load(own + split * share + expert, mask=there, other=0.0)
     score = 1.0 / (1.0 + tl.exp(-logit))
     biased = score + added
     biased = tl.where(biased == biased, biased, -float("inf"))
@@ -263,7 +264,7 @@ def _choose(
         # Read again rather than picked from the tile, which would cost a reduction a place: the same sum and bits.
         chosen_logit = tl.zeros([PLACES], tl.float32)
         for split in tl.static_range(SPLITS):
-            chosen_logit += tl.load(parts + (token + split * tokens) * num_experts + chosen_ids)
+            chosen_logit += tl.load(own + split * share + chosen_ids)
         chosen = tl.where(taken, 1.0 / (1.0 + tl.exp(-chosen_logit)), 0.0)
     if NORMALISED:
         chosen = chosen / (tl.sum(chosen, 0) + 1e-20)
