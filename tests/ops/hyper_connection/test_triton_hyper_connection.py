@@ -141,14 +141,20 @@ def test_garbage_in_one_row_stays_there_across_both(block: int) -> None:
 
 
 def test_what_both_at_once_take() -> None:
-    shares = triton_post_pre.launch_for(1, 4096).shares
-    assert shares == 64
+    assert triton_post_pre.launch_for(1, 4096).shares == 64
     for rows in (1, 2, 3, 16, 17, 128):
         launch = triton_post_pre.launch_for(rows, 4096)
         assert launch.depth * launch.shares == 4 * 4096
         assert launch.block == 1 or launch.depth >= triton_post_pre.SHALLOWEST
+    most = triton_post_pre.MOST_ROWS
     # too many rows; columns that shares do not divide; a share that is no power of two
-    for hidden, rows, taken in ((4096, 1, True), (4096, 64, False), (96, 1, False), (3 * shares, 1, False)):
+    for hidden, rows, taken in (
+        (4096, 1, True),
+        (4096, most, True),
+        (4096, most + 1, False),
+        (96, 1, False),
+        (192, 1, False),
+    ):
         made = inputs(rows, hidden, torch.bfloat16)
         given = (made["fn"], made["base"], made["norm_weight"])
         assert triton_post_pre.takes(made["streams"], made["streams"][:, 0], *given) == taken
