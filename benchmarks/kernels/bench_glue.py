@@ -127,6 +127,23 @@ def leave(report: Report, rows: int) -> None:
         )
 
 
+def norms(report: Report, rows: int) -> None:
+    """Of the low-rank query and of the latent, two parts of one product."""
+    x, weights = [draw(rows, 2336) for _ in range(8 if rows <= 64 else 2)], (draw(1536), draw(512))
+    want = norm_reference.rms_norm(x[0][:, :1536], weights[0], EPS)
+    ways: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+        "two launches": lambda a, b: (rms_norm(a, weights[0], EPS), rms_norm(b, weights[1], EPS)),
+        "one launch": lambda a, b: triton_norms.rms_norm_pair(a, b, *weights, eps=EPS),
+    }
+    for way, function in ways.items():
+        report.add(
+            shape("two norms", rows, 4 * rows * 2048, len(x)),
+            way,
+            lambda i, function=function: function(x[i][:, :1536], x[i][:, 1536:2048]),  # type: ignore[misc]
+            lambda function=function: error_of(function(x[0][:, :1536], x[0][:, 1536:2048])[0], want),  # type: ignore[misc]
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=out_file)
@@ -142,6 +159,7 @@ def main() -> None:
                 head(report, rows)
             enter(report, rows)
             leave(report, rows)
+            norms(report, rows)
     report.show()
     seconds = round(time.monotonic() - began, 1)
     made = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "seconds": seconds, "rows": report.rows}

@@ -16,7 +16,7 @@ from sidestream.layers.linear import MergedLinear, Projection, RowLinear
 from sidestream.layers.loader import LayerLoader
 from sidestream.layers.rope import Rotation
 from sidestream.ops.linear import by_head
-from sidestream.ops.norm import rms_norm
+from sidestream.ops.norm import rms_norm, rms_norm_pair
 from sidestream.ops.rope import apply_rope
 
 
@@ -65,15 +65,16 @@ class LatentAttention:
         rows, mla = context.inputs.segment_rows, self.mla
         query, compressed, *indexer_parts = self.hidden_inputs(x)
         self.out.weight.fetch_ahead(rows)
-        if self.resid_inputs is not None:
-            q_resid = rms_norm(query, self.q_norm, mla.lora_norm_eps)
+        compressed = true_rows(compressed, rows)
+        latent = compressed[:, : mla.kv_lora_rank] if mla.qk_rope_head_dim else compressed
+        if self.resid_inputs is None:
+            latent = rms_norm(latent, self.kv_norm, mla.lora_norm_eps)
+        else:
+            q_resid, latent = rms_norm_pair(query, latent, self.q_norm, self.kv_norm, eps=mla.lora_norm_eps)
             query, *index_query = self.resid_inputs(q_resid)
             if self.indexer is not None:
                 self.indexer(index_query[0], tuple(indexer_parts), rotation)
         query = true_rows(query, rows).view(rows, self.num_heads, mla.qk_head_dim)
-        compressed = true_rows(compressed, rows)
-        latent = compressed[:, : mla.kv_lora_rank] if mla.qk_rope_head_dim else compressed
-        latent = rms_norm(latent, self.kv_norm, mla.lora_norm_eps)
         nope = query[..., : mla.qk_nope_head_dim] if mla.qk_rope_head_dim else query
         absorbed = by_head(nope, self.w_uk)
         rope_key = None

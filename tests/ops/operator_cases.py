@@ -75,6 +75,16 @@ def norm_case(name: str, dtype: torch.dtype) -> Callable[[int], Arguments]:
     return make
 
 
+def norm_pair_case(dtype: torch.dtype) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        step = Step(seed)
+        wide = step.randn(ROWS, DIM + HIDDEN, dtype=dtype)
+        weights = {"weight": step.randn(DIM, dtype=dtype), "other_weight": step.randn(HIDDEN, dtype=dtype)}
+        return {"x": wide[:, :DIM].clone(), "other": wide[:TRUE_ROWS, DIM:].clone(), **weights, "eps": 1e-5}
+
+    return make
+
+
 def rope_case(interleaved: bool, dtype: torch.dtype) -> Callable[[int], Arguments]:
     def make(seed: int) -> Arguments:
         step = Step(seed)
@@ -575,6 +585,7 @@ def _cases() -> Iterator[Case]:
     for bias in (False, True):
         yield Case("linear.linear", f"bias{bias}", linear_case(bias))
     for dtype, name in short.items():
+        yield Case("norm.rms_norm_pair", name, norm_pair_case(dtype))
         yield Case("linear.logits", name, logits_case(dtype))
         yield Case("linear.by_head", name, by_head_case(dtype))
     for copies in (1, 4):

@@ -20,6 +20,13 @@ def add_rms_norm(
     return total, rms_norm(total, weight, eps)
 
 
+def rms_norm_pair(
+    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, other_weight: torch.Tensor, *, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One, then the other. See ``torch_impl.rms_norm_pair``."""
+    return rms_norm(x, weight, eps), rms_norm(other, other_weight, eps)
+
+
 def mean_rms_norm(streams: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Average in fp32, round, then normalise. See ``torch_impl.mean_rms_norm``."""
     return rms_norm(streams.float().mean(1).to(streams.dtype), weight, eps)

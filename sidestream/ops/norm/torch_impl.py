@@ -43,6 +43,13 @@ def add_rms_norm(
     return total, rms_norm(total, weight, eps)
 
 
+def rms_norm_pair(
+    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, other_weight: torch.Tensor, *, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``rms_norm`` of x [T, D] and of other [U, E], in one launch where there are such: two parts of one product."""
+    return rms_norm(x, weight, eps), rms_norm(other, other_weight, eps)
+
+
 def mean_rms_norm(streams: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """The RMS norm of the streams' mean: what leaves the last layer of a model with hyper-connections.
 

@@ -17,6 +17,8 @@ MAX_WIDTH = 16384
 """Widest row that stays in one program's registers."""
 TILE = 4096
 """Elements a program of several rows takes."""
+PAIRED = False
+"""Whether two norms of one product's parts share a launch."""
 MEAN_IN_NORM = False
 """Whether the mean of a residual's streams is taken by the norm behind it."""
 COMPILED = not triton.knobs.runtime.interpret
@@ -41,6 +43,23 @@ def add_rms_norm(
         grid = launch.pop("grid")
         _add_rms_norm[grid](x, output, weight, total, out, rows, eps, output_outer=output.stride(0), **launch)
     return total, out
+
+
+def rms_norm_pair(
+    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, other_weight: torch.Tensor, *, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``torch_impl.rms_norm_pair``; for x [T, D] and other [U, E] that ``takes`` allows."""
+    rows, widths = (len(x), len(other)), (x.shape[1], other.shape[1])
+    normed, other_normed = (
+        torch.empty(size, width, dtype=x.dtype, device=x.device) for size, width in zip(rows, widths, strict=True)
+    )
+    if max(rows):
+        _rms_norm_pair[(max(rows), 2)](
+            x, other, weight, other_weight, normed, other_normed, *rows, eps, x.stride(0), other.stride(0),
+            WIDTH=widths[0], OTHER_WIDTH=widths[1], BLOCK=triton.next_power_of_2(widths[0]),
+            OTHER_BLOCK=triton.next_power_of_2(widths[1]), PDL=COMPILED, launch_pdl=COMPILED, num_warps=4,
+        )  # fmt: skip
+    return normed, other_normed
 
 
 def mean_rms_norm(streams: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -170,6 +189,48 @@ def _add_rms_norm(
     normed = (wide * inverse).to(out.dtype.element_ty).to(tl.float32)
     scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     tl.store(out + row * WIDTH + column, (normed * scale).to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["rows", "other_rows"])  # type: ignore[untyped-decorator]
+def _rms_norm_pair(
+    x: tl.tensor,
+    other: tl.tensor,
+    weight: tl.tensor,
+    other_weight: tl.tensor,
+    out: tl.tensor,
+    other_out: tl.tensor,
+    rows: tl.tensor,
+    other_rows: tl.tensor,
+    eps: tl.tensor,
+    outer: tl.tensor,
+    other_outer: tl.tensor,
+    WIDTH: tl.constexpr,
+    OTHER_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OTHER_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """A program takes a row of one of both."""
+    _wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        if row < rows:
+            _norm_row(x + row * outer, weight, out + row * WIDTH, eps, WIDTH, BLOCK)
+    elif row < other_rows:
+        _norm_row(other + row * other_outer, other_weight, other_out + row * OTHER_WIDTH, eps, OTHER_WIDTH, OTHER_BLOCK)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _norm_row(
+    x: tl.tensor, weight: tl.tensor, out: tl.tensor, eps: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    column = tl.arange(0, BLOCK)
+    real = column < WIDTH
+    wide = tl.load(x + column, mask=real, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + eps)
+    normed = (wide * inverse).to(out.dtype.element_ty).to(tl.float32)
+    scale = tl.load(weight + column, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + column, (normed * scale).to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -46,6 +46,19 @@ def test_add_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     close(normed, reference.rms_norm(total, weight, 1e-5))
 
 
+def test_rms_norm_pair(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Two slices, of which either may have more rows or wider ones."""
+    x, other = sliced((shape[0], shape[-1]), dtype), sliced((3, 20), dtype)
+    weight, other_weight = torch.randn(shape[-1]).to(DEVICE, dtype), torch.randn(20).to(DEVICE, dtype)
+    got = triton_norms.rms_norm_pair(x, other, weight, other_weight, eps=1e-5)
+    close(got[0], reference.rms_norm(x, weight, 1e-5))
+    close(got[1], reference.rms_norm(other, other_weight, 1e-5))
+    assert all(
+        torch.equal(a, triton_norms.rms_norm(b, w, 1e-5))
+        for a, b, w in zip(got, (x, other), (weight, other_weight), strict=True)
+    )
+
+
 def test_mean_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """From every other of twice as many streams, whose mean bf16 holds exactly: one rounding less to allow for."""
     streams = sliced((shape[0], 8, shape[-1]), dtype)[:, ::2]
