@@ -104,8 +104,10 @@ def variants(shape: Shape) -> list[Launch]:
         programs = -(-132 // shape.tokens)
         for splits in {min(programs - 1, 33), min(programs // 2, 17)}:
             roles = Launch(splits, 64, 64, 1, 8, False, roles=True, early=True)
-            found += [roles, replace(roles, block_n=32)]
-    found += [replace(one, block_n=96 - one.block_n) for one in found if one.roles and shape.tokens > 8]
+            found += [roles, replace(roles, block_n=32, ahead=True)]
+    if chosen.roles:
+        small = replace(chosen, block_n=32, ahead=False)
+        found += [replace(chosen, block_n=64, ahead=False), small, replace(small, ahead=True)]
     if shape.tokens <= 8 or shape.heads < 32:
         for block_h, block_n, stages, warps, parted in SMALL:
             most = min(MAX_SPLITS, -(-shape.width // block_n))
@@ -113,11 +115,11 @@ def variants(shape: Shape) -> list[Launch]:
             found.append(Launch(splits, block_h, block_n, stages, warps, parted))
     found += [replace(one, in_threads=not one.in_threads) for one in found if one.splits > 1]
     if 1 < chosen.splits < 32:
-        best = replace(chosen, in_threads=True, block_n=32 if chosen.roles else chosen.block_n)
+        best = replace(chosen, in_threads=True, **({"block_n": 32, "ahead": True} if chosen.roles else {}))
         found += [replace(best, splits=-(-chosen.splits * share // 6)) for share in (3, 4)]
     if shape.heads == 64 and shape.tokens in (1, 8, 64) and shape.layout != "fp8_ds_mla" and shape.bar is not None:
         last = [one for one in found if one.in_threads and one.splits == chosen.splits]
-        last = [one for one in last if one.block_n == 32 or not one.roles]
+        last = [one for one in last if one.ahead or not one.roles]
         found += [replace(one, early=not one.early) for one in last]
         found += [replace(one, pdl=False) for one in last if one.roles]
     return list(dict.fromkeys(found))
@@ -196,7 +198,7 @@ def alone(name: str, tokens: int, pools: dict[tuple[str, int], torch.Tensor]) ->
     """Microseconds of each launch of a call of 64 heads."""
     shape = Shape(name, ROPES[name], tokens, 64, 2048, None)
     chosen = choose_launch(tokens, 64, 2048, layout_of(name, ROPES[name]), MAX_SPLITS)
-    roles = replace(chosen, block_h=64, block_n=32, roles=True)
+    roles = replace(chosen, block_h=64, block_n=32, roles=True, ahead=True)
     found: dict[str, Any] = {"layout": name, "tokens": tokens, "splits": chosen.splits}
     with patch.object(triton_launch, "merge_runs"):
         for label, launch in (("runs", chosen), ("runs, roles, 32 rows", roles)):
@@ -269,7 +271,7 @@ def main(path: Path) -> None:
             print(
                 f"    {us:8.1f} us  splits={one.splits} h={one.block_h} n={one.block_n} stages={one.stages} "
                 f"warps={one.warps} parted={one.parted} roles={one.roles} pdl={one.pdl} early={one.early} "
-                f"in_threads={one.in_threads}"
+                f"in_threads={one.in_threads} ahead={one.ahead}"
             )
     print(f"{time.time() - began:.0f} s in all")
 

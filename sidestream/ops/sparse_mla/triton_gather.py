@@ -246,13 +246,12 @@ def gather_quantised(pool, memory, barriers, span, kinds):
         row = _pool_rows(own_rows, start + 192 + line, end, block_size, paged)
         raw_a, scale_a = _load_rows(words, scales, here.slice(0, 16).load(by_place), at < end, columns, sizes, by_word)
         key.slice(16, 16).store(_unpack(raw_b, scale_b, mx))
-        if halves:
-            fence_async_shared()
         gl.thread_barrier()
         raw_b, scale_b = _load_rows(
             words, scales, here.slice(16, 16).load(by_place), at + 16 < end, columns, sizes, by_word
         )
         if halves:
+            # Roles that read tiles by products have the fence for that; here it would wait for the loads under way.
             mbarrier.arrive(full.index(first), count=1)
             if start + 32 < end:
                 mbarrier.wait(empty.index(first + 1), phase)
@@ -263,7 +262,6 @@ def gather_quantised(pool, memory, barriers, span, kinds):
                 next_key = keys.index(first + 1)._reinterpret(gl.int32, [block_n, latent // 2], pairs)
                 next_key.slice(0, 16).store(_unpack(raw_c, scale_c, mx))
                 next_key.slice(16, 16).store(_unpack(raw_d, scale_d, mx))
-                fence_async_shared()
                 gl.thread_barrier()
                 mbarrier.arrive(full.index(first + 1), count=1)
         else:

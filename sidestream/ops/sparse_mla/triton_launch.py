@@ -45,6 +45,7 @@ class Launch:
         pdl: the merge starts while the last runs end or, ``early``, once all have begun, to wait where there is room.
         roles: take ``triton_roles`` for blocks of 64 heads and tiles of 64 or 32 rows; ``stages``, ``warps`` and
             ``parted`` have no meaning then.
+        ahead: scores of the next tile are begun before the weights of one are made; with roles, not for chunks.
         in_threads: runs are merged by ``triton_merge``, which exchanges nothing between threads.
     """
 
@@ -56,6 +57,7 @@ class Launch:
     parted: bool
     pdl: bool = True
     roles: bool = False
+    ahead: bool = False
     in_threads: bool = False
     early: bool = False
 
@@ -194,7 +196,7 @@ def run(
         from sidestream.ops.sparse_mla import triton_roles  # for Hopper alone
 
         words = (q, pool.view(torch.int32) if layout.tile else pool, *arguments[2:])
-        kinds |= {"causal": causal, "block_n": launch.block_n}
+        kinds |= {"causal": causal, "block_n": launch.block_n, "ahead": launch.ahead and not causal}
         triton_roles.attend_roles[grid](*words, *numbers, *chunk, **kinds, num_warps=triton_roles.WARPS)
     else:
         attend[grid](

@@ -36,6 +36,40 @@ left to the eight warps with the result, 128 of which are the result; with fewer
 
 
 @gluon.jit
+def _begin_scores(memory, full, done, no_score, kinds):
+    """The open product of queries and tile ``done``, once that is there."""
+    query, query_rope, keys, rope_keys = memory
+    rope, buffers = kinds
+    buffer = done % buffers
+    mbarrier.wait(full.index(buffer), (done // buffers) & 1)
+    fence_async_shared()
+    open_score = warpgroup_mma(query, keys.index(buffer).permute((1, 0)), no_score, use_acc=False, is_async=True)
+    if rope > 0:
+        open_score = warpgroup_mma(query_rope, rope_keys.index(buffer).permute((1, 0)), open_score, is_async=True)
+    return open_score
+
+
+@gluon.jit
+def _store_weights(score, top, total, done, memory, barriers, causal: gl.constexpr):
+    """Hand on the weights of a tile and what earlier sums shrink by; the new maximum and sum."""
+    weights, factors = memory
+    weighed, taken = barriers
+    higher = gl.maximum(top, gl.max(score, axis=1))
+    # A row of a chunk may see nothing of the first tiles of a run.
+    base = gl.where(higher == float("-inf"), 0.0, higher) if causal else higher
+    weight = gl.exp2(score - base[:, None])
+    kept = gl.exp2(top - base)
+    total = total * kept + gl.sum(weight, axis=1)
+    mbarrier.wait(taken, (done & 1) ^ 1)
+    weights.store(weight.to(gl.bfloat16))
+    factors.store(kept)
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(weighed, count=1)
+    return higher, total
+
+
+@gluon.jit
 def _score(memory, barriers, span, block, target, kinds):
     """Scores of each tile, softmax as far as it is known, and at last the log-sum-exp and what to divide by."""
     query, query_rope, keys, rope_keys, weights, factors = memory
@@ -43,49 +77,42 @@ def _score(memory, barriers, span, block, target, kinds):
     begin, end = span
     first, known, heads, splits, chunk_start = block
     lse, out_row, scale_log2 = target
-    rope, causal, block_n = kinds
+    rope, causal, block_n, ahead = kinds
     buffers: gl.constexpr = 128 // block_n
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, 16])
+    read, handed, passed = (query, query_rope, keys, rope_keys), (weights, factors), (weighed, taken)
+    product_kinds: gl.constexpr = (rope, buffers)
     member = gl.arange(0, 64, layout=gl.SliceLayout(1, scores))
     score_place = gl.arange(0, block_n, layout=gl.SliceLayout(0, scores))
     flat = first + member
     top = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, scores))
     total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, scores))
     no_score = gl.zeros([64, block_n], gl.float32, layout=scores)
+    tiles = gl.cdiv(end - begin, block_n)
     mbarrier.wait(asked, 0)
-    for start in range(begin, end, block_n):
-        done = (start - begin) // block_n
-        buffer = done % buffers
-        mbarrier.wait(full.index(buffer), (done // buffers) & 1)
-        fence_async_shared()
-        key = keys.index(buffer).permute((1, 0))
-        open_score = warpgroup_mma(query, key, no_score, use_acc=False, is_async=True)
-        if rope > 0:
-            rope_key = rope_keys.index(buffer).permute((1, 0))
-            open_score = warpgroup_mma(query_rope, rope_key, open_score, is_async=True)
-        score = warpgroup_mma_wait(0, [open_score]) * scale_log2
-        place = start + score_place
-        if causal:
-            limit = gl.minimum(chunk_start + flat // heads + 1, end)
-            score = gl.where(place[None, :] < limit[:, None], score, float("-inf"))
-        else:
-            score = gl.where((place < end)[None, :], score, float("-inf"))
-        higher = gl.maximum(top, gl.max(score, axis=1))
-        # A row of a chunk may see nothing of the first tiles of a run.
-        base = gl.where(higher == float("-inf"), 0.0, higher) if causal else higher
-        weight = gl.exp2(score - base[:, None])
-        kept = gl.exp2(top - base)
-        total = total * kept + gl.sum(weight, axis=1)
-        top = higher
-        mbarrier.wait(taken, (done & 1) ^ 1)
-        weights.store(weight.to(gl.bfloat16))
-        factors.store(kept)
-        fence_async_shared()
-        gl.thread_barrier()
-        mbarrier.arrive(weighed, count=1)
+    if ahead:
+        # All but the last tile are whole.
+        score = warpgroup_mma_wait(0, [_begin_scores(read, full, 0, no_score, product_kinds)]) * scale_log2
+        for done in range(tiles - 1):
+            open_score = _begin_scores(read, full, done + 1, no_score, product_kinds)
+            top, total = _store_weights(score, top, total, done, handed, passed, causal)
+            score = warpgroup_mma_wait(0, [open_score]) * scale_log2
+        score = gl.where((begin + (tiles - 1) * block_n + score_place < end)[None, :], score, float("-inf"))
+        top, total = _store_weights(score, top, total, tiles - 1, handed, passed, causal)
+    else:
+        for start in range(begin, end, block_n):
+            done = (start - begin) // block_n
+            open_score = _begin_scores(read, full, done, no_score, product_kinds)
+            score = warpgroup_mma_wait(0, [open_score]) * scale_log2
+            place = start + score_place
+            if causal:
+                limit = gl.minimum(chunk_start + flat // heads + 1, end)
+                score = gl.where(place[None, :] < limit[:, None], score, float("-inf"))
+            else:
+                score = gl.where((place < end)[None, :], score, float("-inf"))
+            top, total = _store_weights(score, top, total, done, handed, passed, causal)
     if causal:
         total = gl.where(top == float("-inf"), 1.0, total)
-    tiles = gl.cdiv(end - begin, block_n)
     mbarrier.wait(taken, (tiles & 1) ^ 1)
     factors.store(1.0 / total)
     gl.thread_barrier()
@@ -185,6 +212,7 @@ def attend_roles(
     paged: gl.constexpr,
     causal: gl.constexpr,
     block_n: gl.constexpr,
+    ahead: gl.constexpr,
     pdl: gl.constexpr,
     early: gl.constexpr,
 ):
@@ -193,7 +221,8 @@ def attend_roles(
 
     Plain rows must be bf16. ``values`` of quantised pools are int32 words; ``row_elems`` counts bytes then. ``latent``
     is 512, ``rope`` 0 or 64, ``block_n`` 64 or 32: smaller tiles wait for each other less often, and read queries from
-    shared memory twice as often.
+    shared memory twice as often. ``ahead``, not for chunks: scores of the next tile are on their way while weights of
+    one are made.
     """
     shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, latent], gl.bfloat16)
     shared_short: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
@@ -259,7 +288,7 @@ def attend_roles(
         span = (begin, end)
         block = (first, known, heads, splits, chunk_start)
         weigh_kinds: gl.constexpr = (latent, rope, block_n)
-        score_kinds: gl.constexpr = (rope, causal, block_n)
+        score_kinds: gl.constexpr = (rope, causal, block_n, ahead)
         gather_kinds: gl.constexpr = (latent, rope, row_elems, rope_elems, tile, mx, paged, block_n)
         registers: gl.constexpr = _QUANTISED_REGISTERS if tile > 0 else _PLAIN_REGISTERS
         gl.warp_specialize(
