@@ -107,7 +107,8 @@ def variants(shape: Shape) -> list[Launch]:
             found += [roles, replace(roles, block_n=32, ahead=True)]
     if chosen.roles:
         small = replace(chosen, block_n=32, ahead=False)
-        found += [replace(chosen, block_n=64, ahead=False), small, replace(small, ahead=True)]
+        found += [replace(chosen, block_n=64, ahead=False), replace(small, ahead=True)]
+        found += [small] if shape.tokens == 128 and shape.layout != "fp8_ds_mla" else []
     if shape.tokens <= 8 or shape.heads < 32:
         for block_h, block_n, stages, warps, parted in SMALL:
             most = min(MAX_SPLITS, -(-shape.width // block_n))
@@ -119,9 +120,8 @@ def variants(shape: Shape) -> list[Launch]:
         found += [replace(best, splits=-(-chosen.splits * share // 6)) for share in (3, 4)]
     if shape.heads == 64 and shape.tokens in (1, 8, 64) and shape.layout != "fp8_ds_mla" and shape.bar is not None:
         last = [one for one in found if one.in_threads and one.splits == chosen.splits]
-        last = [one for one in last if one.ahead or not one.roles]
-        found += [replace(one, early=not one.early) for one in last]
-        found += [replace(one, pdl=False) for one in last if one.roles]
+        late = shape.layout == "mxfp8"
+        found += [replace(one, early=not one.early) for one in last if not one.roles or (one.ahead and late)]
     return list(dict.fromkeys(found))
 
 
