@@ -66,6 +66,7 @@ def shapes() -> list[Shape]:
         Shape(name, ROPES[name], t, 64, 2048, bar) for name in BARS for t, bar in zip(BATCHES, BARS[name], strict=True)
     ]
     found += [Shape("mxfp8", 0, t, 64, 2051, None) for t in (1, 8, 64)]
+    found += [Shape(name, 0, t, 64, 2048, None) for name in ("mxfp8", "bf16") for t in (4, 16)]
     found += [Shape(name, ROPES[name], 64, 128, 2048, 105) for name in BARS]
     found += [Shape("bf16", 0, t, 8, 2048, None) for t in (1, 64)]
     found += [

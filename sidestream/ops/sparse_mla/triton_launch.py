@@ -35,6 +35,9 @@ _MERGED = (4, 16, 64, 128)
 """Runs that a merge is compiled for: few, so that steps of any size find theirs compiled."""
 _GROUPS = (4, 16, 32)
 """Runs that a thread reads at once, likewise."""
+_ROLES_ROWS, _AHEAD, _IN_THREADS, _EARLY = 64, False, False, False
+"""What tables choose of ``Launch``: with roles ``block_n`` (64 or 32) and ``ahead``, for all ``in_threads``, without
+roles ``early``. 32, True, True, True are off until they are timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ def choose_launch(
     block_h = 16 if one and not (layout.tile and across > 32) else min(64, max(16, triton.next_power_of_2(across)))
     roles = roles_support(layout) and block_h > 16 and not few
     if roles:
-        block_h, block_n, stages, warps, parted = 64, 64, 1, 8, False
+        block_h, block_n, stages, warps, parted = 64, _ROLES_ROWS, 1, 8, False
     elif block_h < 64:
         block_n, stages, warps, parted = 32, 5, 4 if block_h == 16 else 8, False
     elif layout.tile:
@@ -106,9 +109,11 @@ def choose_launch(
         block_n, stages, warps, parted = (32, 5, 8, True) if layout.rope_dim else (64, 3, 8, True)
     blocks = -(-across // block_h) * (1 if in_line else tokens)
     programs = 2 * _PROGRAMS if block_h == 16 else _PROGRAMS
-    tiles = -(-places // block_n)
-    splits = splits_for(blocks, tiles, block_n, limit, programs=programs, run_cost=_MERGE_RUN * block_h / 64)
-    return Launch(splits, block_h, block_n, stages, warps, parted, roles=roles, early=roles)
+    cut = 64 if roles else block_n
+    run_cost = _MERGE_RUN * block_h / 64
+    splits = splits_for(blocks, -(-places // cut), cut, limit, programs=programs, run_cost=run_cost)
+    how = {"roles": roles, "ahead": roles and _AHEAD, "in_threads": _IN_THREADS, "early": roles or _EARLY}
+    return Launch(splits, block_h, block_n, stages, warps, parted, **how)
 
 
 def supported(q: torch.Tensor, pool: torch.Tensor, layout: KVRowLayout) -> bool:
