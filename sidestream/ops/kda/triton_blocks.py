@@ -66,8 +66,9 @@ def within_blocks(
     NARROW: tl.constexpr,
     PIECE: tl.constexpr,
 ) -> None:
-    """One chunk of one head, ``PIECE`` channels at a time. Of the sums of log decays (base 2) memory takes one row a
-    block and the last; ``made`` holds decayed keys until the inverse is there."""
+    """One chunk of one head, ``PIECE`` channels at a time, the next ones on their way. Of the sums of log decays (base
+    2) memory takes one row a block, ``marks``, rounded: all that counts is that every factor is taken from the same.
+    ``made`` holds decayed keys until the inverse is there."""
     n = tl.program_id(1).to(tl.int64)  # heads of a token stand together, so they run together
     h = head + tl.program_id(0)
     tile = n * group + tl.program_id(0)
@@ -90,12 +91,22 @@ def within_blocks(
 
     score = tl.zeros((blocks, BLOCK, C), dtype=tl.float32)
     lower = tl.zeros((blocks, BLOCK, C), dtype=tl.float32)
+    piece = row * K + tl.arange(0, PIECE)[None, :]
+    later_raw = tl.load(forget + piece, mask=shown, other=0.0)
+    later_key = tl.load(k + piece, mask=shown, other=0.0)
+    later_query = tl.load(q + piece, mask=shown, other=0.0)
+    later_bias = tl.load(dt_bias + h * K + tl.arange(0, PIECE)).to(tl.float32)
     for first in tl.range(0, K, PIECE, num_stages=1):
         some = first + tl.arange(0, PIECE)[None, :]
-        raw = tl.load(forget + row * K + some, mask=shown, other=0.0).to(tl.float32)
-        raw += tl.load(dt_bias + h * K + some).to(tl.float32)
-        key = tl.load(k + row * K + some, mask=shown, other=0.0).to(tl.float32)
-        query = tl.load(q + row * K + some, mask=shown, other=0.0).to(tl.float32)
+        raw = later_raw.to(tl.float32) + later_bias[None, :]
+        key, query = later_key.to(tl.float32), later_query.to(tl.float32)
+        piece += PIECE
+        more = shown & (first + PIECE < K)
+        later_raw = tl.load(forget + piece, mask=more, other=0.0)
+        later_key = tl.load(k + piece, mask=more, other=0.0)
+        later_query = tl.load(q + piece, mask=more, other=0.0)
+        bias = h * K + first + PIECE + tl.arange(0, PIECE)
+        later_bias = tl.load(dt_bias + bias, mask=first + PIECE < K, other=0.0).to(tl.float32)
         decay = tl.where(shown, lower_bound * _LOG2_E * sigmoid(rate * raw), 0.0)
         since = tl.cumsum(decay, axis=0)
         last = tl.sum(decay, axis=0)[None, :]
@@ -115,6 +126,11 @@ def within_blocks(
         score = product(tl.reshape(query * factor, (blocks, BLOCK, PIECE)), columns, NARROW, score)
         lower = product(tl.reshape(key * factor, (blocks, BLOCK, PIECE)), columns, NARROW, lower)
 
+    tl.debug_barrier()  # a product's threads read what others have stored; early, since memory takes its time
+    channel = tl.arange(0, K)[None, :]
+    column = tl.arange(0, V)[None, :]
+    keyed = tl.load(made + i[:, None] * K + channel)
+    value = tl.load(v + row * V + column, mask=shown, other=0.0)
     score = tl.reshape(score, (C, C))
     lower = tl.reshape(lower, (C, C))
     score = tl.where(i[:, None] >= i[None, :], score, 0.0)
@@ -127,14 +143,7 @@ def within_blocks(
         half = (i >> level)[:, None] == (i >> level)[None, :]
         below = tl.where(whole & (half == 0), lower, 0.0)
         inverse -= product(product(inverse, below, NARROW), inverse, NARROW)
-    for first in tl.range(0, V, PIECE, num_stages=1):
-        some = first + tl.arange(0, PIECE)[None, :]
-        value = tl.load(v + row * V + some, mask=shown, other=0.0)
-        added = product(inverse, value.to(tl.float32) * gain[:, None], NARROW)
-        tl.store(made + C * K + i[:, None] * V + some, added.to(made.dtype.element_ty))
-    tl.debug_barrier()  # a product's threads read what others have stored
-    for first in tl.range(0, K, PIECE, num_stages=1):
-        some = first + tl.arange(0, PIECE)[None, :]
-        turned = product(inverse, tl.load(made + i[:, None] * K + some), NARROW)
-        tl.debug_barrier()
-        tl.store(made + i[:, None] * K + some, turned.to(made.dtype.element_ty))
+    added = product(inverse, value.to(tl.float32) * gain[:, None], NARROW)
+    tl.store(made + C * K + i[:, None] * V + column, added.to(made.dtype.element_ty))
+    turned = product(inverse, keyed, NARROW)
+    tl.store(made + i[:, None] * K + channel, turned.to(made.dtype.element_ty))

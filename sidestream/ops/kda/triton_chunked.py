@@ -126,13 +126,13 @@ def chunked(
     a_head = N * (CHUNK * (3 * K + V + CHUNK) * q.element_size() + 4 * (CHUNK + 1) * K)
     group = max(1, min(H, MAX_BYTES // a_head))
     made = q.new_empty(N * group * CHUNK * (K + V))
-    blocks = launch.blocks and gentle(gate)
+    narrow = q.is_cuda and q.dtype != torch.float32  # Triton's interpreter multiplies fp32 alone
+    blocks = launch.blocks and gentle(gate) and (narrow or not q.is_cuda)  # unrolled fp32 takes minutes to compile
     marks = N * group * CHUNK // BLOCK * K
     sums = q.new_empty(marks) if blocks else q.new_empty(BLOCK * marks, dtype=torch.float32)
     reach, until = q.new_empty(2, N * group * CHUNK * K).unbind(0)
     scores = q.new_empty(N * group * CHUNK * CHUNK)
     total = torch.empty(N * group * K, dtype=torch.float32, device=q.device)
-    narrow = q.is_cuda and q.dtype != torch.float32  # Triton's interpreter multiplies fp32 alone
     columns = min(launch.columns, V)
     first, how = (within_blocks, {"BLOCK": BLOCK}) if blocks else (_within, {"BOUNDED": gate.lower_bound is not None})
     for head in range(0, H, group):
