@@ -104,8 +104,7 @@ def through(state: State | torch.Tensor, of: Layer, seen: list[torch.Tensor] | N
     values, gate = (projected[:, i * WIDTH : (i + 1) * WIDTH].view(rows, HEADS, DIM) for i in (0, 1))
     mixed = gated_rms_norm(values, gate, of.norm, eps=1e-5).view(rows, WIDTH)
     output = linear(mixed, of.out, None)
-    if rows == 1 or rows * CHOICE["top_k"] >= EXPERTS:
-        fetch_ahead(of.w13[EXPERTS if rows == 1 else 0], rows)
+    fetch_ahead(of.w13[EXPERTS], rows)
     streams, x, post, mix = collapse(State(streams, output, post, mix), of.sites[1])
     weights, ids = route(x, of.router, of.bias, **CHOICE)
     if seen is not None:

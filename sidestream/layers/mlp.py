@@ -92,9 +92,6 @@ class MoeMlp:
         return pad_rows(self.group.all_reduce(out), x.shape[0])
 
     def fetch_ahead(self, rows: int) -> None:
-        """Ask for an expert that will be multiplied among the first: the shared one of a single row, or the first where
-        rows are so many that some will choose it."""
-        if rows == 1 and self.moe.num_shared_experts:
+        """Ask for the expert that is multiplied first, a shared one: which of the others are has yet to be chosen."""
+        if self.moe.num_shared_experts:
             fetch_ahead(self.w13[self.moe.num_experts], rows)
-        elif rows * self.moe.top_k >= self.moe.num_experts:
-            fetch_ahead(self.w13[0], rows)
