@@ -137,7 +137,8 @@ def test_a_pool_beyond_two_gibibytes() -> None:
 def test_the_kernel_with_roles(name: str, p: int, tokens: int, heads: int, splits: int, block_n: int) -> None:
     """Right, the same bits every time, and no token depends on another."""
     layout = layout_of(name, p)
-    launch = Launch(splits, 64, block_n, 1, 8, parted=False, roles=True, in_threads=block_n == 32)
+    new = block_n == 32
+    launch = Launch(splits, 64, block_n, 1, 8, parted=False, roles=True, ahead=new, in_threads=new)
     rows, counts = draw_rows(counts_for(tokens))
     pool, q = pool_of(layout, rows), queries(tokens, heads, layout)
     want, want_lse = torch_impl.sparse_mla(q.float(), pool, rows, counts=counts, scale=SCALE, layout=layout)
