@@ -41,7 +41,7 @@ MAX_BYTES = 1 << 30
 class Launch:
     """Warps of the first kernel, the registers that a thread of it may have (128: two programs a multiprocessor) and
     the channels that it takes at once; columns of a state that a program of the second takes, its warps and stages.
-    With ``blocks`` the first kernel is ``triton_blocks``, where the gate allows it."""
+    With ``blocks`` the first kernel is ``triton_blocks``, where the gate allows it, launched so."""
 
     chunk_warps: int = 8
     chunk_registers: int = 128
@@ -50,6 +50,9 @@ class Launch:
     scan_warps: int = 8
     stages: int = 3
     blocks: bool = False
+    block_warps: int = 4
+    block_registers: int = 255
+    block_piece: int = 32
 
 
 @lru_cache(maxsize=16)
@@ -162,9 +165,9 @@ def chunked(
             C=CHUNK,
             LEVELS=CHUNK.bit_length() - 1,
             NARROW=narrow,
-            PIECE=min(launch.piece, K, V),
-            num_warps=launch.chunk_warps,
-            maxnreg=launch.chunk_registers,
+            PIECE=min(launch.block_piece if blocks else launch.piece, K, V),
+            num_warps=launch.block_warps if blocks else launch.chunk_warps,
+            maxnreg=launch.block_registers if blocks else launch.chunk_registers,
             **how,
         )
         _carry[(V // columns, heads, len(lengths))](
