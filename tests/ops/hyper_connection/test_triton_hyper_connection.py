@@ -55,6 +55,17 @@ def test_pre_equals_the_formula(tokens: int, hidden: int, spread: float, launch:
         torch.testing.assert_close(a, b, rtol=0, atol=FP32_ROUNDING * spread, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.parametrize("launch", [ONE_ROW, FACTORS, MANY_FACTORS], ids=["matrix", "factors", "factors of many rows"])
+def test_streams_that_all_mix_into_one(launch: Launch) -> None:
+    """Rows of the mix that columns contradict: what these are divided by goes to 10^5, and to 10^-5."""
+    made = inputs(3, 16, torch.float32)
+    made["base"][8:] = torch.tensor(
+        [90.0, 0.0, 0.0, 0.0, 90.0, 20.0, 0.0, 0.0, 90.0, 0.0, 0.0, 0.0, 0.0, 0.0, 90.0, 0.0]
+    )
+    got = triton_pre.hyper_connection_pre(**made, launch=launch)
+    torch.testing.assert_close(got[2], reference.hyper_connection_pre(**made)[2], rtol=0, atol=FP32_ROUNDING)
+
+
 @pytest.mark.parametrize("iters", [1, 2])
 def test_columns_are_normalised_last(iters: int) -> None:
     """And every sum has its eps, here a large one."""
