@@ -77,7 +77,7 @@ BULK_PLANS = [
 RESOLVES = [
     ResolvePlan(),
     ResolvePlan(once=True, early=True),
-    ResolvePlan(warps=32, once=True, early=True),
+    ResolvePlan(warps=8, once=True, early=True),
 ]
 STEPS = [
     (ResolvePlan(), triton_copy.DEFAULT_PLAN),

@@ -127,12 +127,26 @@ def _resolve_kernel(
         tl.store(marks + index, 0, mask=exists)
 
 
+@triton.jit
+def _counted(chosen, N: tl.constexpr):
+    """How many are chosen up to each of N, itself included. Groups of a warp's width are counted apart first: a scan of
+    the whole adds every warp's part to every other's, for each group anew."""
+    GROUP: tl.constexpr = 32 if N > 32 else N
+    groups = tl.reshape(chosen.to(tl.int32), [N // GROUP, GROUP])
+    sums = tl.sum(groups, axis=1)
+    before = tl.cumsum(sums, axis=0) - sums
+    return tl.reshape(tl.cumsum(groups, axis=1) + before[:, None], [N])
+
+
 @triton.jit(do_not_specialize=STRIDES)
 def _resolve_once_kernel(
     logical, table, slot_of, slots, seats, positions, table_rows, out, counts, host_rows, hot_rows, misses, totals,
     logical_row, table_row, seat_places, seat_slots, out_row, miss_row, width, hot_base, num_slots,
     ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, W: tl.constexpr, N: tl.constexpr, EARLY: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
+    if EXACT:
+        num_slots = N
     request = tl.program_id(0).to(tl.int64)
     seat = tl.load(seats + request)
     place = slot_of + seat * seat_places
@@ -184,7 +198,7 @@ def _resolve_once_kernel(
         marked = tl.load(marks + index, mask=exists, other=0)
         free = exists & (tl.gather(marked, by_use, 0) == 0)
         tl.store(marks + index, 0, mask=marked != 0)
-        free_rank = tl.cumsum(free.to(tl.int32), axis=0) - 1
+        free_rank = _counted(free, N) - 1
         num_free = tl.sum(free.to(tl.int32), axis=0)
         # Slots that this step may take, in order: no more than it could need.
         tl.store(victims + free_rank, by_use, mask=free & (free_rank < asked_of_host))
@@ -201,7 +215,7 @@ def _resolve_once_kernel(
                 on_host = (position >= 0) & (block < 0)
                 slot, held = _held(position, on_host, place, owner, num_slots)
             missing = on_host & (held == 0)
-            rank = taken + tl.cumsum(missing.to(tl.int32), axis=0) - 1
+            rank = taken + _counted(missing, W) - 1
             given = tl.load(victims + rank, mask=missing, other=0)
             slot = tl.where(missing, given, slot)
             if ROWS > 1:
@@ -251,11 +265,14 @@ def resolve(
         return
     assert logical.stride(1) == block_table.stride(1) == out.stride(1) == 1
     assert host_rows.stride() == hot_rows.stride()
-    kernel, more = (_resolve_once_kernel, {"EARLY": plan.early}) if plan.once else (_resolve_kernel, {})
+    num_slots = slots.shape[2]
+    places = triton.next_power_of_2(num_slots)
+    more = {"EARLY": plan.early, "EXACT": num_slots == places} if plan.once else {}
+    kernel = _resolve_once_kernel if plan.once else _resolve_kernel
     kernel[(requests,)](
         logical, block_table, slot_of, slots, seats, positions, table_rows, out, counts, host_rows, hot_rows, misses,
         totals, logical.stride(0), block_table.stride(0), slot_of.stride(0), slots.stride(0), out.stride(0),
-        host_rows.stride(0), logical.shape[1], hot_base, slots.shape[2],
+        host_rows.stride(0), logical.shape[1], hot_base, num_slots,
         ROWS=logical.shape[0] // requests, BLOCK_SIZE=block_size, W=triton.next_power_of_2(logical.shape[1]),
-        N=triton.next_power_of_2(slots.shape[2]), num_warps=plan.warps, **more,
+        N=places, num_warps=plan.warps, **more,
     )  # fmt: skip

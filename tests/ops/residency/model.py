@@ -18,11 +18,13 @@ HOT_BASE = 1000
 class Steps:
     """Requests that come and go, whose blocks move between device and host, beside a model of each seat."""
 
-    def __init__(self, resolve: Callable[..., None], device: str, *, rows_each: int, seed: int) -> None:
-        self.resolve, self.device, self.rows_each = resolve, device, rows_each
+    def __init__(
+        self, resolve: Callable[..., None], device: str, *, rows_each: int, seed: int, num_slots: int = SLOTS
+    ) -> None:
+        self.resolve, self.device, self.rows_each, self.num_slots = resolve, device, rows_each, num_slots
         self.draw = random.Random(seed)
-        self.slot_of, self.slots = new_state(SEATS, SLOTS, BLOCK * BLOCKS, device=device)
-        self.models = [HotSlots(SLOTS) for _ in range(SEATS)]
+        self.slot_of, self.slots = new_state(SEATS, num_slots, BLOCK * BLOCKS, device=device)
+        self.models = [HotSlots(num_slots) for _ in range(SEATS)]
         self.tables = [self._fresh_table() for _ in range(SEATS)]
         self.totals = torch.zeros(SEATS, 2, dtype=torch.int64, device=device)
         self.missed = self.hits = 0
@@ -39,7 +41,7 @@ class Steps:
         for seat in range(1, SEATS):
             event = self.draw.random()
             if event < 0.05:
-                self.tables[seat], self.models[seat] = self._fresh_table(), HotSlots(SLOTS)
+                self.tables[seat], self.models[seat] = self._fresh_table(), HotSlots(self.num_slots)
                 clear_seats(self.slots, torch.tensor([seat], device=self.device))
             elif event < 0.2:
                 index = self.draw.randrange(BLOCKS)
@@ -63,7 +65,7 @@ class Steps:
         wanted: list[list[list[int]]] = []
         for r in range(len(seats)):
             # Rows of one request overlap and never need more slots than there are.
-            pool = self.draw.sample(range(BLOCK * BLOCKS), SLOTS - 1)
+            pool = self.draw.sample(range(BLOCK * BLOCKS), self.num_slots - 1)
             rows = [sorted(self.draw.sample(pool, self.draw.randrange(1, WIDTH + 1))) for _ in range(q)]
             wanted.append(rows)
             for t, row in enumerate(rows):
@@ -75,7 +77,7 @@ class Steps:
         poison = {"dtype": torch.int64, "device": self.device}
         out = torch.full((tokens, WIDTH), 0x7F7F, **poison)  # type: ignore[call-overload]
         counts, misses = (torch.full((n,), 0x7F7F, dtype=torch.int32, device=self.device) for n in (tokens, requests))
-        host_rows, hot_rows = (torch.full((requests, SLOTS), 0x7F7F, **poison) for _ in range(2))  # type: ignore[call-overload]
+        host_rows, hot_rows = (torch.full((requests, self.num_slots), 0x7F7F, **poison) for _ in range(2))  # type: ignore[call-overload]
         self.resolve(
             logical.to(self.device), table.to(self.device), self.slot_of, self.slots,
             seats=all_seats.to(self.device), positions=positions.to(self.device),
@@ -87,7 +89,7 @@ class Steps:
             model, block_table = self.models[seat], self.tables[seat]
             model.invalidate(positions[r * q : (r + 1) * q].tolist())
             selected = model.select(wanted[r], block_table, BLOCK)
-            base = HOT_BASE + seat * SLOTS
+            base = HOT_BASE + seat * self.num_slots
             for t, found in enumerate(selected.rows):
                 rows = [base + place[1] if len(place) == 2 else place[1] * BLOCK + place[2] for place in found]
                 assert out[r * q + t].tolist() == rows + [-1] * (WIDTH - len(rows))
@@ -106,7 +108,7 @@ class Steps:
             assert int(counts[t]) == 0
         assert misses[len(seats) :].tolist() == [0] * padding
         for model, state in zip(self.models, self.slots.tolist(), strict=True):
-            assert state[OWNER] == [model.owner.get(slot, -1) for slot in range(SLOTS)]
+            assert state[OWNER] == [model.owner.get(slot, -1) for slot in range(self.num_slots)]
             assert state[ORDER] == model.order
             assert not any(state[MARK])
 
