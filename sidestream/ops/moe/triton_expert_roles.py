@@ -72,7 +72,7 @@ def partial_sums(
     assert inner % 128 == 0, f"inner size {inner} is no multiple of 128"
     assert min(H // 64, inner // 64, roles.stages) > roles.lead, f"{roles} for depths of {H} and {inner}"
     if x.stride(0) % 16 or x.data_ptr() % 16:  # copies are of 16 bytes, and Triton knows of strides by 16 elements
-        x = x.contiguous()
+        x = x.clone(memory_format=torch.contiguous_format)
     assert T * x.stride(0) < 2**31, f"{T} rows {x.stride(0)} apart are beyond 32 bits"
     pairs, arranged_rows = T * (top_k + w2.shape[0] - num_experts), routed_blocks * roles.rows
     if roles.gathered:
