@@ -149,12 +149,13 @@ def turned_linears() -> Iterator[None]:
 
 @contextmanager
 def asking(fetched: int, row: int) -> Iterator[None]:
-    """So many bytes of a weight are asked for ahead of the small kernels before it, and of its rows by its product."""
+    """So many bytes of a weight are asked for ahead of the small kernels before it, and of its rows by its product (8
+    times as many by one that holds two rows a program, not 64)."""
     kept, launch_for = fetch.fetched_bytes, linear_operator.launch_for
 
     def launch(*sizes: int) -> Any:
         found = launch_for(*sizes)
-        return found and replace(found, ahead=row)
+        return found and replace(found, ahead=row * 8 if found.rows == 1 else row)
 
     fetch.fetched_bytes, linear_operator.launch_for = lambda rows: fetched, launch
     try:
