@@ -62,12 +62,12 @@ SWEEP = [
 ]
 CHUNKS = [
     triton_chunked.Launch(),
-    triton_chunked.Launch(scan_warps=4),
-    triton_chunked.Launch(scan_warps=4, blocks=True),
-    triton_chunked.Launch(scan_warps=4, blocks=True, block_registers=168),
-    triton_chunked.Launch(scan_warps=4, blocks=True, block_registers=128),
-    triton_chunked.Launch(scan_warps=4, blocks=True, block_registers=168, block_piece=16),
-    triton_chunked.Launch(scan_warps=4, blocks=True, block_registers=128, block_piece=16),
+    triton_chunked.Launch(scan_warps=8),
+    triton_chunked.Launch(blocks=True),
+    triton_chunked.Launch(blocks=True, block_registers=168),
+    triton_chunked.Launch(blocks=True, block_registers=128),
+    triton_chunked.Launch(blocks=True, block_registers=168, block_piece=16),
+    triton_chunked.Launch(blocks=True, block_registers=128, block_piece=16),
 ]
 WALKS = {"a tile": (False, 0), "a walk of 32": (True, 32), "a walk of 64": (True, 64)}
 """How a prompt is convolved: whether programs walk, and how far."""

@@ -47,7 +47,7 @@ class Launch:
     chunk_registers: int = 128
     piece: int = 32
     columns: int = 64
-    scan_warps: int = 8
+    scan_warps: int = 4
     stages: int = 3
     blocks: bool = False
     block_warps: int = 4
@@ -189,7 +189,7 @@ def chunked(
             COLUMNS=columns,
             STAGES=launch.stages if q.element_size() == 2 else 2,  # shared memory holds no more of fp32
             NARROW=narrow,
-            num_warps=launch.scan_warps,
+            num_warps=launch.scan_warps if narrow else 8,  # fp32 spills, with 4 most of all
         )
     return out
 
