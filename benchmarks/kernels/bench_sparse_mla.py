@@ -109,7 +109,8 @@ def variants(shape: Shape) -> list[Launch]:
     if chosen.roles:
         small = replace(chosen, block_n=32, ahead=False)
         found += [replace(chosen, block_n=64, ahead=False), replace(small, ahead=True)]
-        found += [small] if shape.tokens == 128 and shape.layout != "fp8_ds_mla" else []
+        found += [small] if shape.tokens == 128 and shape.layout == "mxfp8" else []
+        found += [replace(small, ahead=True, chained=True)] if shape.tokens == 128 else []
     if shape.tokens <= 8 or shape.heads < 32:
         for block_h, block_n, stages, warps, parted in SMALL:
             most = min(MAX_SPLITS, -(-shape.width // block_n))
@@ -121,8 +122,12 @@ def variants(shape: Shape) -> list[Launch]:
         found += [replace(best, splits=-(-chosen.splits * share // 6)) for share in (3, 4)]
     if shape.heads == 64 and shape.tokens in (1, 8, 64) and shape.layout != "fp8_ds_mla" and shape.bar is not None:
         last = [one for one in found if one.in_threads and one.splits == chosen.splits]
-        late = shape.layout == "mxfp8"
-        found += [replace(one, early=not one.early) for one in last if not one.roles or (one.ahead and late)]
+        found += [replace(one, early=True) for one in last if not one.roles]
+        found += [
+            replace(one, early=True, chained=True)
+            for one in last
+            if one.ahead or replace(one, in_threads=False) == chosen
+        ]
     return list(dict.fromkeys(found))
 
 
@@ -210,7 +215,8 @@ def alone(name: str, tokens: int, pools: dict[tuple[str, int], torch.Tensor]) ->
     for label, in_threads in (("merge", False), ("merge in threads", True)):
 
         def merge(_: int, in_threads: bool = in_threads) -> None:
-            merge_runs(parts, part_lse, out, lse, sparing=False, in_threads=in_threads, pdl=False)
+            how = replace(chosen, in_threads=in_threads)
+            merge_runs(parts, part_lse, out, lse, sparing=False, launch=how, pdl=False)
 
         found[label] = replayed_us(merge)
     return found
@@ -272,7 +278,7 @@ def main(path: Path) -> None:
             print(
                 f"    {us:8.1f} us  splits={one.splits} h={one.block_h} n={one.block_n} stages={one.stages} "
                 f"warps={one.warps} parted={one.parted} roles={one.roles} pdl={one.pdl} early={one.early} "
-                f"in_threads={one.in_threads} ahead={one.ahead}"
+                f"in_threads={one.in_threads} ahead={one.ahead} chained={one.chained}"
             )
     print(f"{time.time() - began:.0f} s in all")
 

@@ -35,9 +35,9 @@ _MERGED = (4, 16, 64, 128)
 """Runs that a merge is compiled for: few, so that steps of any size find theirs compiled."""
 _GROUPS = (4, 16, 32)
 """Runs that a thread reads at once, likewise."""
-_ROLES_ROWS, _AHEAD, _IN_THREADS, _EARLY = 64, False, False, False
-"""What tables choose of ``Launch``: with roles ``block_n`` (64 or 32) and ``ahead``, for all ``in_threads``, without
-roles ``early``. 32, True, True, True are off until they are timed."""
+_ROLES_ROWS, _AHEAD, _IN_THREADS, _EARLY, _CHAINED = 64, False, False, False, False
+"""What tables choose of ``Launch``: with roles ``block_n`` (64 or 32) and ``ahead``, for all ``in_threads`` and
+``chained``, without roles ``early``. 32 and True are off until they are timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,8 @@ class Launch:
         roles: take ``triton_roles`` for blocks of 64 heads and tiles of 64 or 32 rows; ``stages``, ``warps`` and
             ``parted`` have no meaning then.
         ahead: scores of the next tile are begun before the weights of one are made; with roles, not for chunks.
+        chained: a call starts while the kernel before it ends, which must be one that waits for those before, and lets
+            the one behind it do so (after a merge ``in_threads``).
         in_threads: runs are merged by ``triton_merge``, which exchanges nothing between threads.
     """
 
@@ -63,6 +65,7 @@ class Launch:
     ahead: bool = False
     in_threads: bool = False
     early: bool = False
+    chained: bool = False
 
 
 @lru_cache(maxsize=4096)
@@ -112,7 +115,13 @@ def choose_launch(
     cut = 64 if roles else block_n
     run_cost = _MERGE_RUN * block_h / 64
     splits = splits_for(blocks, -(-places // cut), cut, limit, programs=programs, run_cost=run_cost)
-    how = {"roles": roles, "ahead": roles and _AHEAD, "in_threads": _IN_THREADS, "early": roles or _EARLY}
+    how = {
+        "roles": roles,
+        "ahead": roles and _AHEAD,
+        "in_threads": _IN_THREADS,
+        "early": roles or _EARLY,
+        "chained": _CHAINED,
+    }
     return Launch(splits, block_h, block_n, stages, warps, parted, **how)
 
 
@@ -193,7 +202,9 @@ def run(
         "paged": block_size > 0,
         "pdl": pdl,
         "early": launch.early and pdl,
+        "chained": launch.chained and not INTERPRETED,
     }
+    behind = {"launch_pdl": True} if kinds["chained"] else {}
     if launch.roles:
         assert roles_support(layout), f"no kernel with roles for {layout}"
         sizes = launch.block_h == 64 and launch.block_n in (32, 64)
@@ -202,7 +213,7 @@ def run(
 
         words = (q, pool.view(torch.int32) if layout.tile else pool, *arguments[2:])
         kinds |= {"causal": causal, "block_n": launch.block_n, "ahead": launch.ahead and not causal}
-        triton_roles.attend_roles[grid](*words, *numbers, *chunk, **kinds, num_warps=triton_roles.WARPS)
+        triton_roles.attend_roles[grid](*words, *numbers, *chunk, **kinds, **behind, num_warps=triton_roles.WARPS)
     else:
         attend[grid](
             *arguments,
@@ -217,9 +228,10 @@ def run(
             dtype=tl.float32 if INTERPRETED else tl.bfloat16,
             num_warps=launch.warps,
             num_stages=launch.stages,
+            **behind,
         )
     if splits > 1:
-        merge_runs(parts, part_lse, out, lse, sparing=block_size > 0, in_threads=launch.in_threads, pdl=pdl)
+        merge_runs(parts, part_lse, out, lse, sparing=block_size > 0, launch=launch, pdl=pdl)
     return out, lse
 
 
@@ -230,14 +242,14 @@ def merge_runs(
     lse: torch.Tensor,
     *,
     sparing: bool,
-    in_threads: bool,
+    launch: Launch,
     pdl: bool,
 ) -> None:
     """``parts`` [T, splits, H, r] and ``part_lse`` [T, splits, H] into ``out`` and ``lse``, as the kernels say."""
     tokens, splits, heads, latent = parts.shape
     kinds = {"latent": latent, "sparing": sparing, "pdl": pdl}
     together = {"launch_pdl": True} if pdl else {}
-    if not in_threads:
+    if not launch.in_threads:
         block_s = next(size for size in _MERGED if size >= splits)
         block_r = min(latent, max(64, 4096 // block_s))
         grid = (tokens * heads, latent // block_r)
@@ -251,6 +263,7 @@ def merge_runs(
     group = next((size for size in _GROUPS if size >= splits), _GROUPS[-1])
     grid = (-(-tokens * heads // block_h), latent // block_r)
     sizes = {"group": group, "block_h": block_h, "block_r": block_r, "num_warps": max(1, block_h * block_r // 256)}
+    kinds["chained"] = launch.chained and pdl
     merge_in_threads[grid](parts, part_lse, out, lse, tokens, heads, splits, **sizes, **kinds, **together)
 
 

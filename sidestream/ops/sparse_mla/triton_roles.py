@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.ops.sparse_mla.triton_gather import gather
 
@@ -215,6 +215,7 @@ def attend_roles(
     ahead: gl.constexpr,
     pdl: gl.constexpr,
     early: gl.constexpr,
+    chained: gl.constexpr,
 ):
     """One run of rows for 64 query rows: ``triton_attend.attend`` with the same arguments, for eight warps and the
     eight it adds.
@@ -231,6 +232,8 @@ def attend_roles(
     in_line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if pdl and early:
         gdc_launch_dependents()
+    if chained:
+        gdc_wait()
     program = gl.program_id(0)
     split = gl.program_id(1)
     if causal:
@@ -330,5 +333,5 @@ def attend_roles(
             [4, 4],
             [registers[0], registers[1]],
         )
-    if pdl and not early:
+    if (pdl and not early) or (chained and single):
         gdc_launch_dependents()

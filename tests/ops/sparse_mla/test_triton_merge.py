@@ -22,11 +22,14 @@ def drawn(tokens: int, splits: int, heads: int, latent: int) -> tuple[torch.Tens
     return parts, lse
 
 
-def merged(parts: torch.Tensor, lse: torch.Tensor, **how: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, _, heads, latent = parts.shape
+def merged(
+    parts: torch.Tensor, lse: torch.Tensor, *, in_threads: bool, sparing: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, splits, heads, latent = parts.shape
+    launch = triton_launch.Launch(splits, 16, 16, 1, 4, parted=False, in_threads=in_threads)
     out = torch.full((tokens, heads, latent), torch.nan, device=DEVICE)
     whole = torch.full((tokens, heads), torch.nan, device=DEVICE)
-    triton_launch.merge_runs(parts.to(DEVICE), lse.to(DEVICE), out, whole, pdl=False, **how)
+    triton_launch.merge_runs(parts.to(DEVICE), lse.to(DEVICE), out, whole, launch=launch, sparing=sparing, pdl=False)
     return out.cpu(), whole.cpu()
 
 

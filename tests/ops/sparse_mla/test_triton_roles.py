@@ -271,6 +271,7 @@ def language(machine: Machine) -> dict[str, Any]:
         "warpgroup_mma": machine.product,
         "warpgroup_mma_wait": machine.wait_product,
         "gdc_launch_dependents": lambda: None,
+        "gdc_wait": lambda: None,
         "_LN2": math.log(2),
         "_PLAIN_REGISTERS": (0, 0),
         "_QUANTISED_REGISTERS": (0, 0),
@@ -326,6 +327,7 @@ def run(
                     block_n,
                     ahead,
                     True,
+                    False,
                     False,
                 ),
             )
