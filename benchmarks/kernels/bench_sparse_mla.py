@@ -37,7 +37,7 @@ from sidestream.ops.sparse_mla.triton_launch import Launch, choose_launch, merge
 
 BYTES_PER_S, FLOPS_PER_S = 4.28e12, 790e12
 SCALE, LATENT = 192**-0.5, 512
-WORKERS = 14
+WORKERS = 16
 ROTATED_BYTES = 160 << 20
 
 BATCHES = (1, 8, 32, 64, 128)
@@ -109,8 +109,8 @@ def variants(shape: Shape) -> list[Launch]:
     if chosen.roles:
         small = replace(chosen, block_n=32, ahead=False)
         found += [replace(chosen, block_n=64, ahead=False), replace(small, ahead=True)]
-        found += [small] if shape.tokens == 128 and shape.layout == "mxfp8" else []
-        found += [replace(small, ahead=True, chained=True)] if shape.tokens == 128 else []
+        if shape.tokens == 128 and shape.layout == "mxfp8":
+            found += [small, replace(small, ahead=True, chained=True)]
     if shape.tokens <= 8 or shape.heads < 32:
         for block_h, block_n, stages, warps, parted in SMALL:
             most = min(MAX_SPLITS, -(-shape.width // block_n))
@@ -126,7 +126,7 @@ def variants(shape: Shape) -> list[Launch]:
         found += [
             replace(one, early=True, chained=True)
             for one in last
-            if one.ahead or replace(one, in_threads=False) == chosen
+            if one.ahead or (replace(one, in_threads=False) == chosen and not one.roles)
         ]
     return list(dict.fromkeys(found))
 
