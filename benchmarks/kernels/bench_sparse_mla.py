@@ -204,7 +204,7 @@ def alone(name: str, tokens: int, pools: dict[tuple[str, int], torch.Tensor]) ->
     """Microseconds of each launch of a call of 64 heads."""
     shape = Shape(name, ROPES[name], tokens, 64, 2048, None)
     chosen = choose_launch(tokens, 64, 2048, layout_of(name, ROPES[name]), MAX_SPLITS)
-    roles = replace(chosen, block_h=64, block_n=32, roles=True, ahead=True)
+    roles = replace(chosen, block_h=64, block_n=32, roles=True, ahead=True, early=True)
     found: dict[str, Any] = {"layout": name, "tokens": tokens, "splits": chosen.splits}
     with patch.object(triton_launch, "merge_runs"):
         for label, launch in (("runs", chosen), ("runs, roles, 32 rows", roles)):
