@@ -27,7 +27,8 @@ class ResolvePlan:
     early: bool = False
 
 
-DEFAULT_PLAN = ResolvePlan()
+COMPILED = not triton.knobs.runtime.interpret
+DEFAULT_PLAN = ResolvePlan(once=True, early=COMPILED)
 STRIDES = (
     "logical_row", "table_row", "seat_places", "seat_slots", "out_row", "miss_row", "width", "hot_base", "num_slots"
 )  # fmt: skip

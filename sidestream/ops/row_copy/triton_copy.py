@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sidestream.ops.row_copy import triton_bulk
-
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
@@ -27,8 +25,6 @@ class CopyPlan:
             is stored: one trip to memory less before the first byte is asked for.
         vectors: 16 bytes an access wherever rows are a multiple of that. Without it only rows of a multiple of 64 bytes
             are read so, the others (528, 656 bytes) in words.
-        past_l1: do not keep what is read of the host in the multiprocessor's cache.
-        bulk: see ``triton_bulk``; rows, warps, early, vectors and past_l1 then say nothing.
         pdl: launch while the kernel before still runs (programmatic dependent launch), and wait for it there.
     """
 
@@ -38,22 +34,21 @@ class CopyPlan:
     total: int = 4096
     early: bool = False
     vectors: bool = False
-    past_l1: bool = False
-    bulk: bool = False
     pdl: bool = False
 
 
 WORDS = (torch.int32, torch.int16, torch.uint8)
 """What rows are copied in: the largest that they are a multiple of."""
-DEFAULT_PLAN = CopyPlan(programs=2048, total=2048, early=True, vectors=True)
-"""More programs are up to 1 % faster where there are thousands of rows, and cost 1.2 us where there are none."""
+COMPILED = not triton.knobs.runtime.interpret
+DEFAULT_PLAN = CopyPlan(programs=2048, total=2048, early=True, vectors=True, pdl=COMPILED)
+"""More programs are up to 0.3 % faster where there are thousands of rows, and cost 2.7 us where there are none."""
 
 
 @triton.jit
 def _copy_rows_kernel(
     pool, host, to, source, counts, pool_pieces, host_pieces, list_row, most, programs,
     WORDS: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, EARLY: tl.constexpr,
-    CACHE: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64) // programs
     first = tl.program_id(0) % programs
@@ -76,8 +71,7 @@ def _copy_rows_kernel(
             at = tl.load(source + index, mask=listed, other=0)
             goes = tl.load(to + index, mask=listed, other=0)
         mask = listed[:, None] & inside[None, :]
-        asked = host + at[:, None] * (host_pieces * PIECE) + word[None, :]
-        value = tl.load(asked, mask=mask, other=0, cache_modifier=CACHE)
+        value = tl.load(host + at[:, None] * (host_pieces * PIECE) + word[None, :], mask=mask, other=0)
         target = pool + goes[:, None] * (pool_pieces * PIECE) + word[None, :]
         if EARLY:
             index += programs * ROWS
@@ -104,11 +98,6 @@ def copy_rows(
     if requests == 0 or most == 0:
         return
     programs = min(triton.cdiv(most, plan.rows), plan.programs, max(plan.total // requests, 1))
-    if plan.bulk and triton_bulk.takes(pool, host):
-        triton_bulk.copy_rows(
-            pool, host, to=to, source=source, counts=counts, programs=programs, pdl=plan.pdl
-        )  # fmt: skip
-        return
     sizes = [count * pool.itemsize for count in (pool.shape[1], pool.stride(0), host.stride(0))]
     word = next(word for word in WORDS if not any(size % word.itemsize for size in sizes))
     words, host_words = pool.view(word), host.view(word)
@@ -119,5 +108,5 @@ def copy_rows(
     _copy_rows_kernel[(requests * programs,)](
         words, host_words, to, source, counts, strides[0] // piece, strides[1] // piece, to.stride(0), most, programs,
         WORDS=width, W=triton.next_power_of_2(width), ROWS=plan.rows, PIECE=piece, EARLY=plan.early,
-        CACHE=".cg" if plan.past_l1 else "", PDL=plan.pdl, launch_pdl=plan.pdl, num_warps=plan.warps,
+        PDL=plan.pdl, launch_pdl=plan.pdl, num_warps=plan.warps,
     )  # fmt: skip

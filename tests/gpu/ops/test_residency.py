@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,7 +16,7 @@ from tests.ops.row_copy.rows import ELEMS, check_rows
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("plan", [ResolvePlan(), ResolvePlan(once=True, early=True)], ids=str)
+@pytest.mark.parametrize("plan", [triton_resolve.DEFAULT_PLAN, ResolvePlan()], ids=str)
 @pytest.mark.parametrize("rows_each", [1, 2, 3])
 def test_random_steps_equal_the_model(rows_each: int, plan: ResolvePlan) -> None:
     resolve = partial(triton_resolve.resolve, plan=plan)
@@ -25,6 +24,6 @@ def test_random_steps_equal_the_model(rows_each: int, plan: ResolvePlan) -> None
 
 
 @pytest.mark.parametrize("elems", ELEMS)
-@pytest.mark.parametrize("plan", [triton_copy.DEFAULT_PLAN, replace(triton_copy.DEFAULT_PLAN, pdl=True)], ids=str)
+@pytest.mark.parametrize("plan", [triton_copy.DEFAULT_PLAN, CopyPlan()], ids=str)
 def test_rows_arrive_whole_and_nothing_else_changes(plan: CopyPlan, elems: int) -> None:
     check_rows(partial(triton_copy.copy_rows, plan=plan), elems, device="cuda")

@@ -21,7 +21,6 @@ PLANS = [
     CopyPlan(rows=4, warps=2, programs=1, early=True),
     CopyPlan(total=9),
     CopyPlan(total=1, early=True),
-    CopyPlan(early=True, vectors=True, past_l1=True),
 ]
 
 
