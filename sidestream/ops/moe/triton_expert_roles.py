@@ -179,7 +179,7 @@ def _multiply(target, memory, barriers, plan, kinds, limit, mine):
                         shared = (block - routed_blocks) // shared_blocks
                         pair = gl.where(token < tokens, tokens * (top_k + shared) + token, -1)
                 total = gl.zeros([64, 256], gl.float32, layout=products)
-                last = stage
+                last = 0  # not ``stage``: Triton carries no variable that has the other's value before and in a loop
                 for step in range(depth // 64):
                     mbarrier.wait(full.index(stage), turn)
                     if gathered:
