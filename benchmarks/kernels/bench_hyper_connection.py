@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -63,10 +64,10 @@ EXPANDS = [
 ]
 
 JOINT = {
-    1: [(1, 64, 256, 4), (16, 128, 128, 4)],
+    1: [(1, 64, 256, 4)],
     8: [(16, 128, 128, 4), (16, 64, 256, 4)],
-    32: [(64, 128, 128, 4), (32, 128, 128, 4), (16, 64, 256, 4)],
-    64: [(64, 128, 128, 4), (32, 128, 128, 4), (16, 64, 256, 4)],
+    32: [(16, 64, 256, 4), (32, 64, 256, 8)],
+    64: [(16, 64, 256, 4), (32, 64, 256, 8), (64, 64, 256, 8), (64, 128, 128, 4), (16, 32, 512, 8)],
 }
 """By rows: (block, shares, depth, warps) of expand and collapse in two kernels."""
 
@@ -156,11 +157,28 @@ def expand_times(rows: int, sets: list[dict[str, Any]]) -> dict[post_kernel.Laun
 
 def joint_launches(rows: int) -> list[Launch]:
     made = [
-        Launch(*choice, finish_warps=4, overlap=True, early=True, factors=True)
+        Launch(*choice, finish_warps=4, overlap=True, early=True, factors=True, late=True)
         for choice in JOINT[max(r for r in JOINT if r <= rows)]
     ]
-    first = made[0]
-    return [*made, replace(first, finish_warps=8), replace(first, factors=False), replace(first, early=False)]
+    return [*made, replace(made[0], late=False), replace(made[0], early=False)]
+
+
+def apart_launches(rows: int) -> list[Launch]:
+    """Of the collapse with an expand of its own: what is off in the table."""
+    factors = replace(pre_kernel.launch_for(rows, STREAMS * HIDDEN), factors=True)
+    late = replace(factors, late=True)
+    return list(dict.fromkeys([factors, late, replace(late, early=not late.early)]))
+
+
+def parts_times(made: dict[str, Any], launch: Launch, sets: list[dict[str, Any]]) -> list[float]:
+    """Both kernels of ``jointly``, each alone in a row of itself."""
+    output, post, mix = reference.hyper_connection_pre(**made, **SETTINGS)
+    new, partials = joint_kernel.mixed(made["streams"], output, post, made["fn"], mix=mix, launch=launch)
+    first = timed(
+        lambda made: joint_kernel.mixed(made["streams"], output, post, made["fn"], mix=mix, launch=launch), sets
+    )
+    rest = {"base": made["base"], "norm_weight": made["norm_weight"], **SETTINGS, "launch": launch, "fresh": True}
+    return [first, timed(lambda _: pre_kernel.finish(new, partials, **rest), sets)]
 
 
 def jointly(made: dict[str, Any], weights: tuple[torch.Tensor, ...], launch: Launch | None) -> tuple[torch.Tensor, ...]:
@@ -195,6 +213,10 @@ def joint_times(rows: int, sets: list[dict[str, Any]], launches: list[Launch]) -
     return times
 
 
+def short(launch: object) -> str:
+    return re.sub(r"(\w+)=False, |, (\w+)=False|sinkhorn_rows=1, |=True", "", str(launch))
+
+
 def compile_one(job: tuple[int, Launch | None]) -> None:
     """In a process of its own: fill Triton's cache on disk. No launch is expand and collapse apart, and the table's."""
     rows, launch = job
@@ -202,7 +224,8 @@ def compile_one(job: tuple[int, Launch | None]) -> None:
     try:
         if launch is None:
             both(made, None, replace(post_kernel.launch_for(rows), ahead=True))
-            both(made, None, None)
+            for apart in [None, *apart_launches(rows)]:
+                both(made, apart, None)
         if launch is not None or rows <= joint_kernel.MOST_ROWS:
             jointly(made, reference.hyper_connection_pre(**made, **SETTINGS), launch)
         torch.cuda.synchronize()
@@ -241,6 +264,13 @@ def main() -> None:
         collapses: dict[Launch, float] = {}
         expands: dict[post_kernel.Launch, float] = {}
         together = {"launch_for": timed(lambda made: both(made, None, None), sets)}
+        parts: dict[str, list[float]] = {}
+        for apart in apart_launches(rows) if options.joint else ():
+            check(sets[0], reference.hyper_connection_pre(**sets[0], **SETTINGS), apart)
+            together[str(apart)] = timed(lambda made: both(made, apart, None), sets)  # noqa: B023
+        for tried_launch in joint_launches(rows) if options.joint else ():
+            if joint.get(str(tried_launch), float("inf")) < float("inf"):
+                parts[str(tried_launch)] = parts_times(sets[0], tried_launch, sets)
         usual = post_kernel.launch_for(rows)
         if usual.early:
             ahead = replace(usual, ahead=True)
@@ -261,13 +291,14 @@ def main() -> None:
             "expand_us": {str(launch): value for launch, value in expands.items()},
             "together_us": together,
             "joint_us": joint,
+            "parts_us": parts,
         }
         keep(options.out, results)
         print(f"\n{rows} rows: floor {floor:.1f} us, bar {BARS.get(rows, '-')} us")
-        print("  together: " + ", ".join(f"{name} {value:.2f} us" for name, value in together.items()))
-        for title, times in (("joint", joint), ("collapse", collapses), ("expand", expands)):
-            for launch, value in sorted(times.items(), key=lambda item: item[1])[:6]:
-                print(f"  {title:8s} {value:8.2f} us  {launch}")
+        for title, times in (("together", together), ("joint", joint), ("collapse", collapses), ("expand", expands)):
+            for launch, value in sorted(times.items(), key=lambda item: item[1])[:8]:
+                alone = "".join(f" {part:6.2f}" for part in parts.get(str(launch), ()))
+                print(f"  {title:8s} {value:8.2f} us {alone} {short(launch)}")
         del sets
     print(f"\n{time.monotonic() - began:.0f} s")
     if any(float("inf") in shape["joint_us"].values() for shape in results["shapes"].values()):

@@ -31,12 +31,11 @@ SHALLOWEST = 16
 
 def launch_for(rows: int, hidden: int) -> Launch:
     """``depth`` is that of a share, a quarter of it from each stream."""
+    latencies: dict[str, Any] = {"overlap": True, "early": True, "factors": True}
     if rows <= 2:
-        return Launch(block=1, shares=64, depth=hidden // 16, warps=4, finish_warps=4, overlap=True, early=True)
-    block = 16 if rows <= 16 else 64
-    return Launch(
-        block=block, shares=128, depth=hidden // 32, warps=4, finish_warps=4, overlap=True, early=True, factors=True
-    )
+        return Launch(block=1, shares=64, depth=hidden // 16, warps=4, finish_warps=4, **latencies)
+    shares = 128 if rows <= 16 else 64
+    return Launch(block=16, shares=shares, depth=4 * hidden // shares, warps=4, finish_warps=4, late=True, **latencies)
 
 
 def takes(
@@ -69,9 +68,34 @@ def hyper_connection_post_pre(
     launch: Launch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As ``torch_impl.hyper_connection_post_pre``; for what ``takes`` allows. All results are contiguous."""
-    T, _, H = streams.shape
     if launch is None:
-        launch = launch_for(T, H)
+        launch = launch_for(streams.shape[0], streams.shape[2])
+    out, partials = mixed(streams, output, post, fn, mix=mix, launch=launch)
+    collapsed = triton_pre.finish(
+        out,
+        partials,
+        base,
+        norm_weight=norm_weight,
+        norm_eps=norm_eps,
+        eps=eps,
+        iters=iters,
+        launch=launch,
+        fresh=True,
+    )
+    return (out, *collapsed)
+
+
+def mixed(
+    streams: torch.Tensor,
+    output: torch.Tensor,
+    post: torch.Tensor,
+    fn: torch.Tensor,
+    *,
+    mix: torch.Tensor,
+    launch: Launch,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """New streams, and their partial products as ``triton_pre.finish`` takes them."""
+    T, _, H = streams.shape
     assert _fits(H, launch), f"streams of {H} in {launch}"
     compiled = isinstance(_mix_and_multiply, triton.JITFunction)  # else interpreted, which has no bf16 products
     early, fast = launch.early and compiled, compiled and streams.dtype == torch.bfloat16
@@ -85,19 +109,11 @@ def hyper_connection_post_pre(
         _mix_and_multiply[(T, launch.shares)](*tensors, *strides, **cut, **options)
     else:
         grid = (triton.cdiv(T, launch.block), launch.shares)
-        _mix_and_multiply_rows[grid](*tensors, *strides, T, BLOCK=launch.block, **cut, **options)
-    collapsed = triton_pre.finish(
-        out,
-        partials,
-        base,
-        norm_weight=norm_weight,
-        norm_eps=norm_eps,
-        eps=eps,
-        iters=iters,
-        launch=launch,
-        fresh=True,
-    )
-    return (out, *collapsed)
+        overlap = launch.overlap and compiled
+        _mix_and_multiply_rows[grid](
+            *tensors, *strides, T, BLOCK=launch.block, OVERLAP=overlap, LATE=launch.late, **cut, **options
+        )
+    return out, partials
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -187,10 +203,12 @@ def _mix_and_multiply_rows(
     WIDTH: tl.constexpr,
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    LATE: tl.constexpr,
 ) -> None:
     """``_mix_and_multiply`` of BLOCK rows on matrix units. With ``FAST`` a factor is three bf16 terms, as in
     ``triton_pre.multiplied``."""
-    if EARLY:
+    if OVERLAP and not LATE:
         gdc_launch_dependents()
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     share = tl.program_id(1)
@@ -216,6 +234,8 @@ def _mix_and_multiply_rows(
     s1 = shares(mix + mix_to, post + post_stream, mix_from)
     s2 = shares(mix + 2 * mix_to, post + 2 * post_stream, mix_from)
     s3 = shares(mix + 3 * mix_to, post + 3 * post_stream, mix_from)
+    if OVERLAP and LATE:
+        gdc_launch_dependents()
     if FAST:
         high, middle, low = bf16_terms(not_before(factor))
     n0 = new_stream(x0, x1, x2, x3, given, s0, out, FAST)

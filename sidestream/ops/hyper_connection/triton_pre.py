@@ -42,6 +42,8 @@ class Launch:
         overlap: start the second kernel while the first runs (programmatic dependent launch); it waits before it reads
             what the first writes.
         early: start the first kernel, likewise, while the kernel before it ends.
+        late: let the kernel behind each start once it has waited, not at once: kernels that start each other without
+            waiting pile up, and crowd where there is room first.
         factors: Sinkhorn iterates factors of rows and columns rather than the matrix.
     """
 
@@ -54,17 +56,18 @@ class Launch:
     overlap: bool = False
     early: bool = False
     factors: bool = False
+    late: bool = False
 
 
 def launch_for(rows: int, width: int) -> Launch:
     """Swept on an H200. Sinkhorn's programs repeat their work in each warp, so four warps: one for each scheduler. At
     least eight shares: the fewer terms a matrix unit adds up in a row, the less of fp32 it loses."""
     if rows <= 2 and width <= 128 * 128:
-        return Launch(block=1, shares=128, depth=128, warps=4, finish_warps=4, overlap=True, early=True)
+        return Launch(block=1, shares=128, depth=128, warps=4, finish_warps=4, overlap=True, early=True, factors=True)
     if rows <= 16:
-        return Launch(block=16, shares=128, depth=128, warps=4, finish_warps=4, overlap=True, early=True)
+        return Launch(block=16, shares=128, depth=128, warps=4, finish_warps=4, overlap=True, early=True, factors=True)
     if rows <= 128:
-        return Launch(block=64, shares=128, depth=128, warps=4, finish_warps=4, overlap=True)
+        return Launch(block=64, shares=128, depth=128, warps=4, finish_warps=4, overlap=True, factors=True)
     if rows <= 512:
         return Launch(block=32, shares=16, depth=128, warps=4, finish_warps=4)
     return Launch(block=64, shares=8, depth=64, warps=4, finish_warps=4, sinkhorn_rows=128)
@@ -161,6 +164,7 @@ def finish(
         FACTORS=launch.factors,
         OVERLAP=overlap,
         FRESH=fresh,
+        LATE=launch.late,
         FAST=compiled,
         NARROW=compiled and streams.dtype == torch.bfloat16,
         num_warps=launch.finish_warps,
@@ -271,6 +275,7 @@ def _finish(
     FACTORS: tl.constexpr,
     OVERLAP: tl.constexpr,
     FRESH: tl.constexpr,
+    LATE: tl.constexpr,
     FAST: tl.constexpr,
     NARROW: tl.constexpr,
 ) -> None:
@@ -278,11 +283,13 @@ def _finish(
     program = tl.program_id(0)
     column = tl.arange(0, 32)
     bias = tl.load(base + column, mask=column < 24, other=0.0)
-    if OVERLAP:
+    if OVERLAP and not LATE:
         gdc_launch_dependents()
     if program < iterating:
         if OVERLAP:
             gdc_wait()
+        if OVERLAP and LATE:
+            gdc_launch_dependents()
         spread(partials, base, bias, post, mix, norm_eps, eps, T, 4 * H, SHARES, ROWS, ITERS, FACTORS, FAST)
     else:
         row = (program - iterating).to(tl.int64)
@@ -297,6 +304,8 @@ def _finish(
         x3 = tl.load(x + 3 * H, mask=h < H, other=0.0)
         if OVERLAP and not FRESH:
             gdc_wait()
+        if OVERLAP and LATE:
+            gdc_launch_dependents()
         share = tl.arange(0, SHARES)
         sums = tl.sum(tl.load(partials + (row * SHARES + share[:, None]) * 32 + column[None, :]), axis=0)
         inverse = tl.rsqrt(tl.sum(tl.where(column == 24, sums, 0.0), axis=0) / (4 * H) + norm_eps)
