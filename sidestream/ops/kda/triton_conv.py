@@ -85,7 +85,9 @@ def _launch(
     block = (WALK_CHANNELS if walk else max(HEAD_CHANNELS, unit)) if unit else CHANNELS // 2
     blocks = planes * triton.cdiv(C // planes, block)
     if tokens > first:
-        kernel, run, how = (_walk, RUN, {"RUN": RUN, "STEP": STEP}) if walk else (_convolve, TOKENS, {"TOKENS": TOKENS})
+        kernel, run, how = _convolve, TOKENS, {"TOKENS": TOKENS}
+        if walk:
+            kernel, run, how = _walk, RUN, {"RUN": RUN, "STEP": STEP, "maxnreg": 128}  # 4 programs a multiprocessor
         kernel[(triton.cdiv(tokens - first, run), blocks)](
             x,
             state,
@@ -271,7 +273,8 @@ def _walk(
     UNIT: tl.constexpr,
 ) -> None:
     """As ``_convolve`` for windows of four, along ``RUN`` tokens. Where all of these have their window in the step it
-    is kept in registers; a run in which a sequence starts goes by window rows."""
+    is kept in registers; a run in which a sequence starts goes by window rows. Inputs are asked for before it is known
+    which: other rows of the step do no harm."""
     tl.static_assert(TAPS == 4 and STEP == 4)
     start = first + tl.program_id(0).to(tl.int64) * RUN
     blocks = tl.cdiv(width, BLOCK)
@@ -283,20 +286,21 @@ def _walk(
     earliest = tl.load(window_rows + mine * TAPS, mask=mine < T, other=0)
     odd = (mine < T) & ((earliest <= 0) | (earliest != mine - (TAPS - 2)))
     place = out + (plane * (T - first) + start - first) * width + column
+    taps = weight + channel * weight_channel
+    w0 = tl.load(taps, mask=real, other=0.0).to(tl.float32)
+    w1 = tl.load(taps + weight_tap, mask=real, other=0.0).to(tl.float32)
+    w2 = tl.load(taps + 2 * weight_tap, mask=real, other=0.0).to(tl.float32)
+    w3 = tl.load(taps + 3 * weight_tap, mask=real, other=0.0).to(tl.float32)
+    at = x + start * x_row + channel
+    before = real & (start >= TAPS - 1)
+    a = tl.load(at - 3 * x_row, mask=before, other=0.0).to(tl.float32)
+    b = tl.load(at - 2 * x_row, mask=before, other=0.0).to(tl.float32)
+    c = tl.load(at - x_row, mask=before, other=0.0).to(tl.float32)
+    d = tl.load(at, mask=real & (start < T), other=0.0)
+    e = tl.load(at + x_row, mask=real & (start + 1 < T), other=0.0)
+    f = tl.load(at + 2 * x_row, mask=real & (start + 2 < T), other=0.0)
+    g = tl.load(at + 3 * x_row, mask=real & (start + 3 < T), other=0.0)
     if tl.max(odd.to(tl.int32), axis=0) == 0:
-        taps = weight + channel * weight_channel
-        w0 = tl.load(taps, mask=real, other=0.0).to(tl.float32)
-        w1 = tl.load(taps + weight_tap, mask=real, other=0.0).to(tl.float32)
-        w2 = tl.load(taps + 2 * weight_tap, mask=real, other=0.0).to(tl.float32)
-        w3 = tl.load(taps + 3 * weight_tap, mask=real, other=0.0).to(tl.float32)
-        at = x + start * x_row + channel
-        a = tl.load(at - 3 * x_row, mask=real, other=0.0).to(tl.float32)
-        b = tl.load(at - 2 * x_row, mask=real, other=0.0).to(tl.float32)
-        c = tl.load(at - x_row, mask=real, other=0.0).to(tl.float32)
-        d = tl.load(at, mask=real, other=0.0)
-        e = tl.load(at + x_row, mask=real & (start + 1 < T), other=0.0)
-        f = tl.load(at + 2 * x_row, mask=real & (start + 2 < T), other=0.0)
-        g = tl.load(at + 3 * x_row, mask=real & (start + 3 < T), other=0.0)
         for step in tl.range(0, RUN, STEP, num_stages=1):
             t = start + step
             d0, d1, d2, d3 = d.to(tl.float32), e.to(tl.float32), f.to(tl.float32), g.to(tl.float32)
