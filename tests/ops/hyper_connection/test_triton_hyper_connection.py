@@ -151,6 +151,14 @@ def test_garbage_in_one_row_stays_there_across_both(block: int) -> None:
         assert torch.equal(a[[1, 2, 3, 5]], b[[1, 2, 3, 5]])
 
 
+def test_no_streams_are_read_ahead_that_may_still_be_written() -> None:
+    """Kernels that mix and multiply let others start before streams are whole, unless they are late."""
+    for rows in range(1, 140):
+        ahead = triton_post.launch_for(rows).ahead
+        joint = triton_post_pre.launch_for(rows, 4096)
+        assert not ahead or rows > triton_post_pre.MOST_ROWS or joint.late
+
+
 def test_what_both_at_once_take() -> None:
     assert triton_post_pre.launch_for(1, 4096).shares == 64
     for rows in (1, 2, 3, 16, 17, 128):
