@@ -76,8 +76,6 @@ def _differ(sample: dict[str, Any], tried: Callable[..., torch.Tensor], plain: C
     results = []
     for step in (tried, plain):
         mine = {**sample, **{name: sample[name].clone() for name in ("state", "conv_state")}}
-        # read on the host, so that it is there: a kernel may send for it early
-        assert torch.allclose(mine["state"], sample["state"]), "a clone is unlike what it was made of"
         out = step(**mine)
         results.append({"output": out, "state": mine["state"][1:], "ring": mine["conv_state"][3:]})
     pairs = [(name, tensor, results[1][name]) for name, tensor in results[0].items()]

@@ -55,12 +55,11 @@ def advance(
     length: gl.constexpr,
     bounded: gl.constexpr,
     overlap: gl.constexpr,
-    ahead: gl.constexpr,
 ):
     """As ``triton_decode``'s kernel, for four warps, ``dim`` 128 and up to four taps. The low-rank products stand in
     ``expanded`` [2, rows, heads * dim]; nothing else that an earlier kernel of the step writes is read before
-    ``gdc_wait``, and if ``ahead``, when ``projected`` may not be there yet either, only what ``triton_fused`` reads so
-    early. The convolution ring has ``length`` rows a slot: the token at position p is in row ``p % length``."""
+    ``gdc_wait``, except what came before both. The convolution ring has ``length`` rows a slot: the token at position
+    p is in row ``p % length``."""
     rows: gl.constexpr = 32
     by_row: gl.constexpr = gl.BlockedLayout([8, 4], [1, 32], [4, 1], [1, 0])
     of_rows: gl.constexpr = gl.SliceLayout(1, by_row)
@@ -104,8 +103,6 @@ def advance(
     rate = gl.load(a_log + h)
     bias = gl.load(dt_bias + h * dim + column)
     normal = gl.load(norm_weight + column).to(gl.float32)
-    if ahead:
-        gdc_wait()
     given = projected + t * projected_row
     own = gl.load(given + place, mask=real, other=0.0)
     beta = gl.load(given + 3 * width + 2 * dim + h).to(gl.float32)
@@ -128,7 +125,7 @@ def advance(
     value = gl.convert_layout(gl.sum(gl.where(which == 2, kinds, 0.0), axis=0), of_columns, assert_trivial=True)
     kq = gl.sum(key * query, axis=0)
 
-    if overlap and not ahead:
+    if overlap:
         gdc_wait()
     forget = gl.load(expanded + t * width + h * dim + column) + bias
     gate = gl.load(expanded + expanded_part + t * width + h * dim + column)

@@ -1,4 +1,4 @@
-"""A decode step of Kimi Delta Attention in Triton: low-rank products, then everything over the state, or both as one.
+"""A decode step of Kimi Delta Attention in Triton: low-rank products, then everything over the state.
 
 Floor: the state, read once and written once, 8 * D * D bytes a row and head: 8.4 MB a row at 64 heads of 128, so 2.0 us
 at batch 1, 16 at 8, 125 at 64 and 251 at 128 at 4.28 TB/s. All else is 1 % of that.
@@ -7,13 +7,13 @@ The second kernel has one program a head of a row. It is launched to overlap wit
 it takes the products: before, it sends for its state and convolves. What the new state recalls is taken from the old
 one, ``q (S + k e) = q S + (q k) e``, so that both products over the state happen in one pass before it changes. The
 channels of a head in the convolution ring belong to its program alone, so the ring is read and then written here,
-though the row written is the oldest one read. Heads of 128 on Hopper go to ``triton_advance`` or, with the products
-made there too, to ``triton_fused``; others to the kernel below.
+though the row written is the oldest one read. Heads of 128 on Hopper go to ``triton_advance`` where that is faster;
+others to the kernel below.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.core.ring import RingPlan
-from sidestream.ops.kda import first_use, triton_fused
+from sidestream.ops.kda import first_use
 from sidestream.ops.kda.torch_impl import L2_EPS
 from sidestream.ops.kda.triton_advance import MOST_TAPS, WARPS, advance
 from sidestream.ops.kda.triton_conv import log_decay
@@ -30,20 +30,14 @@ from sidestream.ops.kda.triton_conv import log_decay
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How the kernels are launched: whatever the number of rows, so that a row's bits do not depend on it.
+    """How the kernels are launched.
 
     Attributes:
         ordered: the second kernel is that of ``triton_advance``, which says its own launch.
         rows: of the step that a program of the first kernel takes, at least 16. More gain under 1 % at 128 rows.
         columns: of the state that the second kernel works on at once, while the next are on their way; if not ordered.
-            64 or 128 if fused.
         overlap: start the second kernel beside the first, where the device can.
         early: start the first kernel while the one before it ends: its weights never change, so it has them by then.
-        ahead: start the second one then, too: it sends for its states meanwhile; if ordered, and needs ``early``.
-        fused: one kernel instead, that of ``triton_fused``; of the above only ``columns`` and ``early`` count.
-        share: of a step's rows that its programs take each; so many that every program finds a place, if 0.
-        warps: of its programs, 4 or 8.
-        releases: let the kernel behind it start while it ends.
     """
 
     ordered: bool
@@ -51,17 +45,13 @@ class Launch:
     columns: int = 64
     overlap: bool = True
     early: bool = False
-    ahead: bool = False
-    fused: bool = False
-    share: int = 0
-    warps: int = 4
-    releases: bool = False
 
 
-FUSES, FUSED = False, Launch(ordered=True, early=True, fused=True, columns=128, warps=8)
-"""Whether ``triton_fused`` is used, for any number of rows or none, and how it is launched."""
+PLAIN_ROWS = range(2, 9)
+"""Rows for which the plain kernel is faster on Hopper, too: 14.8 against 15.7 us for 4, 29.1 against 30.9 for 8 in a
+layer. A row's bits are the same for all numbers of rows in here, and for all others."""
 EARLY_ROWS = 16
-"""Most rows for which the first of two kernels starts early: 2.4 us less for one row, 0.5 for 16, but 1 more for 64."""
+"""Most rows for which the ordered kernel's first one starts early: 2.7 us less for one row, 0.2 for 16, none for 64."""
 
 
 @cache
@@ -96,18 +86,13 @@ def decode_step(
     start: torch.Tensor,
     launch: Launch | None = None,
 ) -> torch.Tensor:
-    """As ``decode.decode_step``, fp32 from the convolution to the norm; for what ``takes`` allows.
-
-    If ``launch`` is fused or ahead, ``slots``, ``start`` and the rows of states and rings that they name may be read
-    before the kernels in front of this have ended. ``triton_fused`` says why none of a step's kernels writes them.
-    """
+    """As ``decode.decode_step``, fp32 from the convolution to the norm; for what ``takes`` allows."""
     T, H, D = projected.shape[0], A_log.numel(), expand.shape[2]
     hopper = _hopper(projected.device)
     if launch is None:
         fits = hopper and D == 128 and plan.window <= MOST_TAPS
-        launch = _chosen(projected, T) if fits else Launch(ordered=False)
+        launch = _chosen(projected.device, T) if fits else Launch(ordered=False)
     overlap, early = launch.overlap and hopper, launch.early and hopper
-    ahead = launch.ahead and early and overlap and launch.ordered
     first_options: dict[str, bool] = {"launch_pdl": True} if early else {}
     out = torch.empty(T, H * D, dtype=projected.dtype, device=projected.device)
     memories = (conv_weight, dt_bias, A_log, norm_weight, slots, start)
@@ -119,16 +104,6 @@ def decode_step(
         conv_weight.stride(1),
     )
     constants = (H, L2_EPS, state.shape[1], D, plan.window, plan.length, lower_bound is not None)
-    if launch.fused:
-        share = launch.share or _share(T, H, launch.columns)
-        triton_fused.fused[(H, triton.cdiv(T, share))](
-            *(projected, conv_state, state, out, expand, *memories, *numbers, T, share, *constants),
-            *(early, launch.releases, launch.columns, 16 if share <= 16 else triton_fused.MOST_ROWS[launch.columns]),
-            num_warps=launch.warps,
-            maxnreg=triton_fused.registers(launch.columns, launch.warps),
-            **first_options,
-        )
-        return out
     expanded = torch.empty(2, T, H * D, dtype=torch.float32, device=projected.device)
     _expand[(2 * H, triton.cdiv(T, launch.rows))](
         projected,
@@ -141,7 +116,6 @@ def decode_step(
         ROWS=launch.rows,
         EARLY=early,
         RELEASES=overlap,
-        AHEAD=ahead,
         NARROW=projected.is_cuda and projected.dtype != torch.float32,  # Triton's interpreter multiplies fp32 alone
         num_warps=4,
         **first_options,
@@ -149,32 +123,21 @@ def decode_step(
     given = (projected, conv_state, state, out, expanded, *memories, *numbers, T * H * D, *constants, overlap)
     options: dict[str, bool] = {"launch_pdl": True} if overlap else {}
     if launch.ordered:
-        advance[(H, T)](*given, ahead, num_warps=WARPS, **options)
+        advance[(H, T)](*given, num_warps=WARPS, **options)
     else:
         _advance[(H, T)](*given, min(launch.columns, D), num_warps=WARPS, **options)
     return out
 
 
-def _share(rows: int, heads: int, columns: int) -> int:
-    """Rows of a head that a program takes: so many that all programs find a place at once, and all about as many."""
-    groups = max(triton_fused.PLACES[columns] // heads, 1)
-    share = min(triton.cdiv(rows, groups), triton_fused.MOST_ROWS[columns])
-    return int(triton.cdiv(rows, triton.cdiv(rows, share)))
+_PLAIN, _ORDERED = (partial(decode_step, launch=Launch(ordered=ordered)) for ordered in (False, True))
 
 
-_PLAIN = partial(decode_step, launch=Launch(ordered=False))
-_TRIED = {
-    "ordered": partial(decode_step, launch=Launch(ordered=True)),
-    "fused": partial(decode_step, launch=replace(FUSED, share=4)),  # few rows would be one a program
-}
-
-
-def _chosen(projected: torch.Tensor, rows: int) -> Launch:
-    """Of the kernels for Hopper, if it does there what the plain one does."""
-    fused = FUSES and projected.element_size() == 2
-    name = "fused" if fused else "ordered"
-    right = first_use.agree(name, projected.device, _TRIED[name], _PLAIN)
-    return FUSED if fused and right else Launch(ordered=right, early=rows <= EARLY_ROWS)
+def _chosen(device: torch.device, rows: int) -> Launch:
+    """On Hopper, for heads of 128: the ordered kernel only if it does there what the plain one does, which is asked
+    for any number of rows, since a step that is captured cannot."""
+    right = first_use.agree("ordered", device, _ORDERED, _PLAIN)
+    ordered = right and rows not in PLAIN_ROWS
+    return Launch(ordered, early=ordered and rows <= EARLY_ROWS)
 
 
 @triton.jit(do_not_specialize=["T"])  # type: ignore[untyped-decorator]
@@ -189,11 +152,10 @@ def _expand(
     ROWS: tl.constexpr,
     EARLY: tl.constexpr,
     RELEASES: tl.constexpr,
-    AHEAD: tl.constexpr,
     NARROW: tl.constexpr,
 ) -> None:
     """Low-rank rows of one gate times one head's outputs: [2, T, H * D] fp32."""
-    if RELEASES and (AHEAD or not EARLY):
+    if RELEASES and not EARLY:
         gdc_launch_dependents()
     half = tl.program_id(0) // H
     head = tl.program_id(0) % H
@@ -202,7 +164,7 @@ def _expand(
     weight = tl.load(expand + tl.program_id(0) * (D * D) + line[:, None] * D + line[None, :])
     if EARLY:
         gdc_wait()
-        if RELEASES and not AHEAD:  # not before: then the second kernel reads what stands before both without a wait
+        if RELEASES:  # not before: then the second kernel reads what stands before both without a wait
             gdc_launch_dependents()
     place = t[:, None] * row + (3 * H + half) * D + line[None, :]
     low = tl.load(projected + place, mask=(t < T)[:, None], other=0.0)

@@ -1,4 +1,4 @@
-"""KDA's kernels in Gluon, their own source run on a CPU: Gluon has no interpreter, see ``gluon_in_torch``."""
+"""KDA's kernel in Gluon, its own source run on a CPU: Gluon has no interpreter, see ``gluon_in_torch``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from tests.ops.operator_case import map_tensors
 from tests.tolerances import FP32_GEMM
 
 triton_advance = pytest.importorskip("sidestream.ops.kda.triton_advance")
-triton_fused = pytest.importorskip("sidestream.ops.kda.triton_fused")
 
 HEADS, DIM = 2, 128
 KINDS = pytest.mark.parametrize(("versions", "rollback", "bounded"), [(1, 0, True), (3, 2, False)])
@@ -33,41 +32,24 @@ def check(case: dict[str, Any], mine: dict[str, Any], out: torch.Tensor) -> None
     assert torch.equal(owned(mine["conv_state"], length=length), owned(case["conv_state"], length=length))
 
 
-def arguments(mine: dict[str, Any], between: torch.Tensor, sizes: tuple[int, ...], bounded: bool) -> tuple[Any, ...]:
-    """As the kernels take them. ``between`` stands before the convolution's weights, ``sizes`` before the heads."""
-    weight, plan, state = mine["conv_weight"], mine["plan"], mine["state"]
-    out = torch.empty(mine["projected"].shape[0], HEADS * DIM)
-    memories = (mine["projected"], mine["conv_state"], state, out, between, weight.t())
+def arguments(mine: dict[str, Any], bounded: bool) -> tuple[Any, ...]:
+    """As the kernel takes them."""
+    weight, plan, state, rows = mine["conv_weight"], mine["plan"], mine["state"], mine["projected"].shape[0]
+    low = mine["projected"][:, 3 * HEADS * DIM : 3 * HEADS * DIM + 2 * DIM].view(rows, 2, DIM).transpose(0, 1)
+    expanded = torch.bmm(low, mine["expand"].transpose(1, 2)).contiguous()
+    out = torch.empty(rows, HEADS * DIM)
+    memories = (mine["projected"], mine["conv_state"], state, out, expanded, weight.t())
     memories += tuple(mine[name] for name in ("dt_bias", "A_log", "norm_weight", "slots", "start"))
     numbers = (mine["lower_bound"] or 0.0, mine["norm_eps"], mine["projected"].stride(0), *weight.stride())
-    return (*memories, *numbers, *sizes, HEADS, L2_EPS, state.shape[1], DIM, plan.window, plan.length, bounded, True)
+    sizes = (rows * HEADS * DIM, HEADS, L2_EPS, state.shape[1], DIM, plan.window, plan.length)
+    return (*memories, *numbers, *sizes, bounded, True)
 
 
 @KINDS
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_step_equals_the_formula(versions: int, rollback: int, bounded: bool, ahead: bool) -> None:
+def test_a_step_equals_the_formula(versions: int, rollback: int, bounded: bool) -> None:
     case = case_of(6, versions, rollback, bounded)
     mine = map_tensors(case, torch.clone)
-    low = mine["projected"][:, 3 * HEADS * DIM : 3 * HEADS * DIM + 2 * DIM].view(6, 2, DIM).transpose(0, 1)
-    expanded = torch.bmm(low, mine["expand"].transpose(1, 2)).contiguous()
-    given = (*arguments(mine, expanded, (6 * HEADS * DIM,), bounded), ahead)
+    given = arguments(mine, bounded)
     for program in ((h, t) for h in range(HEADS) for t in range(6)):
-        run(triton_advance.advance, (triton_advance._sigmoid,), program, given, late=(0, 4) if ahead else (4,))
-    check(case, mine, given[3])
-
-
-@KINDS
-@pytest.mark.parametrize("columns", [64, 128])
-@pytest.mark.parametrize("share", [1, 4, 16])
-@pytest.mark.parametrize("at_once", [False, True], ids=["copies arrive late", "copies arrive at once"])
-def test_a_fused_step_equals_the_formula(
-    versions: int, rollback: int, bounded: bool, share: int, columns: int, at_once: bool
-) -> None:
-    """A row a program, several with fewer in the last, and all in one."""
-    case = case_of(9, versions, rollback, bounded)
-    mine = map_tensors(case, torch.clone)
-    given = (*arguments(mine, mine["expand"], (9, share), bounded), True, columns, 16)
-    helpers = (triton_advance._sigmoid, triton_fused._send, triton_fused._recall, triton_fused._learn)
-    for program in ((h, group) for h in range(HEADS) for group in range(-(-9 // share))):
-        run(triton_fused.fused, helpers, program, given, late=(0,), at_once=at_once)
+        run(triton_advance.advance, (triton_advance._sigmoid,), program, given, late=(4,))
     check(case, mine, given[3])

@@ -71,17 +71,16 @@ def test_several_steps_carry_the_state_and_the_ring() -> None:
     assert torch.equal(own["conv_state"][6:9].cpu(), kept["conv_state"][6:9])
 
 
-@pytest.mark.parametrize(("columns", "places", "most"), [(64, 264, 16), (128, 132, 32)])
-@pytest.mark.parametrize("heads", [8, 64, 300])
-def test_programs_of_the_fused_kernel_find_a_place_at_once(heads: int, columns: int, places: int, most: int) -> None:
-    """Until they have all the rows that one takes; with more they come in turns, and none has nothing to do."""
-    for rows in range(1, 300):
-        share = triton_decode._share(rows, heads, columns)
-        groups = -(-rows // share)
-        assert 1 <= share <= most
-        assert heads * groups <= places or groups == -(-rows // most)
-        assert groups == 1 or heads * groups * 2 > places or share == 1, "places stay empty though rows are many"
-        assert rows > (groups - 1) * share, "a program has nothing to do"
+@pytest.mark.parametrize("right", [False, True])
+def test_which_kernels_a_step_takes_on_hopper(right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain one for few rows and where the other was wrong; that one is tried whatever the rows."""
+    asked: list[str] = []
+    monkeypatch.setattr(triton_decode.first_use, "agree", lambda name, *_: asked.append(name) or right)
+    sizes = (1, 2, 8, 9, 16, 17, 256)
+    chosen = {rows: triton_decode._chosen(torch.device("cuda"), rows) for rows in sizes}
+    assert asked == ["ordered"] * len(sizes)
+    assert [rows for rows in sizes if chosen[rows].ordered] == ([1, 9, 16, 17, 256] if right else [])
+    assert [rows for rows in sizes if chosen[rows].early] == ([1, 9, 16] if right else [])
 
 
 def test_what_the_kernel_takes() -> None:
