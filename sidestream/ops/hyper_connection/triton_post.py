@@ -30,11 +30,9 @@ class Launch:
 
 
 def launch_for(rows: int) -> Launch:
-    """Swept on an H200. Streams are ahead where ``triton_pre`` multiplies them, which waits for them before it lets any
-    kernel start; ``triton_post_pre`` lets others start at once."""
-    if rows <= 128:
-        return Launch(columns=512, warps=4, early=True, ahead=rows > 16)
-    return Launch(columns=1024, warps=4)
+    """Swept on an H200. Streams ahead take 0.2 us less from 32 rows on, a variant more to compile, and a kernel that
+    lets none start before streams are whole, as ``triton_post_pre`` does unless it is late."""
+    return Launch(columns=512, warps=4, early=True) if rows <= 128 else Launch(columns=1024, warps=4)
 
 
 def takes(streams: torch.Tensor, output: torch.Tensor) -> bool:
