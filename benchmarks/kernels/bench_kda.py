@@ -52,12 +52,10 @@ WORST = 0.02
 SWEEP = [Launch(True), Launch(True, early=True), Launch(False), Launch(False, early=True)]
 CHUNKS = [
     triton_chunked.Launch(),
-    triton_chunked.Launch(scan_warps=8),
-    triton_chunked.Launch(blocks=True),
-    triton_chunked.Launch(blocks=True, block_registers=168),
-    triton_chunked.Launch(blocks=True, block_registers=128),
-    triton_chunked.Launch(blocks=True, block_registers=168, block_piece=16),
-    triton_chunked.Launch(blocks=True, block_registers=128, block_piece=16),
+    triton_chunked.Launch(blocks=False),
+    triton_chunked.Launch(block_registers=168),
+    triton_chunked.Launch(block_registers=168, block_piece=16),
+    triton_chunked.Launch(block_piece=16),
 ]
 WALKS = {"a tile": (False, 0), "a walk of 32": (True, 32), "a walk of 64": (True, 64)}
 """How a prompt is convolved: whether programs walk, and how far."""

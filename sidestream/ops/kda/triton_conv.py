@@ -23,7 +23,7 @@ RUN, STEP = 32, 4
 """Tokens that a program walks along, with the last three inputs in registers, and how many inputs it asks for ahead."""
 WALK_CHANNELS = 1024
 """Of each token that it convolves and normalises."""
-WALKS = False
+WALKS = True
 """Whether queries, keys and values of prompts go by walks."""
 
 
