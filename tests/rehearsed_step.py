@@ -9,16 +9,12 @@ import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import rehearsal
 from sidestream.config.engine import EngineConfig
-from sidestream.ops import embedding, linear
-from sidestream.ops.linear.launches import Direct
-from sidestream.ops.norm import triton_norms
 from tests.rehearsed_start import SMALL
 
 
@@ -47,9 +43,6 @@ def main() -> None:
     settings = EngineConfig(**{**SMALL, "max_num_seqs": 8})
     config = rehearsal._resolved(Path(sys.argv[1]), settings, distinct=True)
     with (
-        mock.patch.object(linear, "DIRECT", Direct(logits=True, by_head=True)),
-        mock.patch.object(embedding, "ONE_LAUNCH", True),
-        mock.patch.object(triton_norms, "MEAN_IN_NORM", True),
         rehearsal.pretended_device(),
         rehearsal.kernels_met(lambda: ""),
     ):

@@ -1,6 +1,6 @@
 """What a KDA and MoE layer of GLM-5.3-Flash costs beside its recurrence: kernels behind one another, as in a step.
 
-    PYTHONPATH=. python benchmarks/kernels/bench_layer.py OUT.json [--rows 8 64]
+    PYTHONPATH=. python benchmarks/kernels/bench_layer.py OUT.json
 
 Kernels that start while those before them end show what that is worth only in a chain. It is: expand and collapse of
 hyper-connections, the input projection, a gated norm in the place of the recurrence, the output projection, expand
@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
@@ -27,8 +27,7 @@ from benchmarks.kernels.bench_moe import BYTES_PER_US, CHOICE, EXPERT_BYTES, HID
 from benchmarks.kernels.results import keep, out_file
 from sidestream.ops import linear as linear_operator
 from sidestream.ops.hyper_connection import hyper_connection_post_pre, hyper_connection_pre
-from sidestream.ops.linear import fetch, fetch_ahead, linear
-from sidestream.ops.linear.launches import Launch
+from sidestream.ops.linear import linear
 from sidestream.ops.moe import experts, route
 from sidestream.ops.norm import gated_rms_norm
 
@@ -37,8 +36,6 @@ WIDTH = HEADS * DIM
 PROJECTED = 3 * WIDTH + 2 * DIM + HEADS
 ROWS = (1, 2, 8, 16, 32, 64)
 LAYERS, ROUNDS = 4, 3
-ASKED = ((16, 0), (32, 0), (0, 1024), (16, 1024))
-"""(MiB of a weight, bytes of each of its rows) asked for ahead."""
 SETTINGS: dict[str, Any] = {"norm_eps": 1e-5, "eps": 1e-6, "iters": 20}
 
 
@@ -97,15 +94,12 @@ def collapse(state: State | torch.Tensor, site: Site) -> tuple[torch.Tensor, tor
 
 
 def through(state: State | torch.Tensor, of: Layer, seen: list[torch.Tensor] | None = None) -> State:
-    fetch_ahead(of.projection, (state if isinstance(state, torch.Tensor) else state.streams).shape[0])
     streams, x, post, mix = collapse(state, of.sites[0])
     projected = linear(x, of.projection, None)
     rows = x.shape[0]
     values, gate = (projected[:, i * WIDTH : (i + 1) * WIDTH].view(rows, HEADS, DIM) for i in (0, 1))
     mixed = gated_rms_norm(values, gate, of.norm, eps=1e-5).view(rows, WIDTH)
-    output = linear(mixed, of.out, None)
-    fetch_ahead(of.w13[EXPERTS], rows)
-    streams, x, post, mix = collapse(State(streams, output, post, mix), of.sites[1])
+    streams, x, post, mix = collapse(State(streams, linear(mixed, of.out, None), post, mix), of.sites[1])
     weights, ids = route(x, of.router, of.bias, **CHOICE)
     if seen is not None:
         seen.append(ids)
@@ -131,39 +125,6 @@ def library_linears() -> Iterator[None]:
         linear_operator.launch_for = kept
 
 
-@contextmanager
-def turned_linears() -> Iterator[None]:
-    """Products on matrix units with weights as the wide side, parts of narrow ones joined within the kernel."""
-    kept = linear_operator.launch_for
-
-    def launch(rows: int, out_features: int, in_features: int) -> Launch:
-        height, splits = max(16, 1 << (rows - 1).bit_length()), 1 if out_features > 8192 else 4 if rows <= 16 else 2
-        return Launch(height, 64, 128, 4, 3 if height == 64 else 4, splits=splits, joined=True, turned=True)
-
-    linear_operator.launch_for = launch
-    try:
-        yield
-    finally:
-        linear_operator.launch_for = kept
-
-
-@contextmanager
-def asking(fetched: int, row: int) -> Iterator[None]:
-    """So many bytes of a weight are asked for ahead of the small kernels before it, and of its rows by its product (8
-    times as many by one that holds two rows a program, not 64)."""
-    kept, launch_for = fetch.fetched_bytes, linear_operator.launch_for
-
-    def launch(*sizes: int) -> Any:
-        found = launch_for(*sizes)
-        return found and replace(found, ahead=row * 8 if found.rows == 1 else row)
-
-    fetch.fetched_bytes, linear_operator.launch_for = lambda rows: fetched, launch
-    try:
-        yield
-    finally:
-        fetch.fetched_bytes, linear_operator.launch_for = kept, launch_for
-
-
 def bench(report: Report, layers: list[Layer], rows: int) -> None:
     x, seen = draw(rows, 4, HIDDEN), []
     want = run(layers, x, seen).output.clone()
@@ -179,14 +140,6 @@ def bench(report: Report, layers: list[Layer], rows: int) -> None:
 
     assert torch.equal(run(layers, x).output, want), "not the same bits again"
     report.add(whole, "as it is", lambda _: run(layers, x), not_finite)
-    for fetched, row in ASKED:
-        with asking(fetched << 20, row):
-            differs = not torch.equal(run(layers, x).output, want)
-            label = f"{fetched} MiB asked for ahead, {row} bytes a row"
-            report.add(whole, label, lambda _: run(layers, x), lambda: float(differs))  # noqa: B023  # called at once
-    with turned_linears():
-        run(layers, x)
-        report.add(whole, "linears turned and joined", lambda _: run(layers, x), not_finite)
     with library_linears():
         report.add(whole, "linears by the library", lambda _: run(layers, x), not_finite)
 
@@ -194,28 +147,23 @@ def bench(report: Report, layers: list[Layer], rows: int) -> None:
 def compile_one(rows: int) -> None:
     """In a process of its own: fill Triton's cache on disk."""
     with torch.inference_mode():
-        for fetched, ahead in ((0, 0), ASKED[-1]):
-            with asking(fetched << 20, ahead):
-                state = through(draw(rows, 4, HIDDEN), layer())
-                through(state, layer())
-        with turned_linears():
-            through(draw(rows, 4, HIDDEN), layer())
+        state = through(draw(rows, 4, HIDDEN), layer())
+        through(state, layer())
     torch.cuda.synchronize()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=out_file)
-    parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
     options = parser.parse_args()
     torch.manual_seed(1)
     report, began = Report(out=options.out), time.monotonic()
     with ProcessPoolExecutor(min(6, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_one, options.rows))
+        list(pool.map(compile_one, ROWS))
     print(f"compiled after {time.monotonic() - began:.0f} s")
     with torch.inference_mode():
         layers = [layer() for _ in range(LAYERS)]
-        for rows in options.rows:
+        for rows in ROWS:
             bench(report, layers, rows)
     report.show()
     seconds = round(time.monotonic() - began, 1)

@@ -1,6 +1,6 @@
 """Linear layers of few rows on a GPU: each launch checked, then timed in graphs, beside the library and the floor.
 
-    PYTHONPATH=. python benchmarks/kernels/bench_linear.py OUT.json [--rows 1 8] [--tables | --turned] [--shapes head]
+    PYTHONPATH=. python benchmarks/kernels/bench_linear.py OUT.json [--rows 1 8] [--tables]
 
 The shapes are those of GLM-5.3-Flash. A graph calls one product after the other with weights that rotate through more
 copies than the L2 cache holds. Floor: the weight once over 4.28 TB/s; the bar is 4.1 TB/s.
@@ -48,26 +48,16 @@ TILES = {
          (128, 128, 8, 3, 4), (32, 128, 4, 4, 1)],
 }  # fmt: skip
 """By rows of a program: (columns, depth, warps, stages, splits)."""
-TURNED = {
-    16: [(64, 128, 4, 4, 1), (64, 128, 4, 4, 2), (64, 128, 4, 4, 4)],
-    32: [(64, 128, 4, 4, 1), (64, 128, 4, 4, 2), (64, 128, 4, 4, 4)],
-    64: [(64, 128, 4, 3, 1), (64, 128, 4, 3, 2), (64, 128, 4, 3, 4), (128, 64, 4, 4, 1)],
-}
-"""Likewise, for products that are turned and joined."""
 
 
-def launches(rows: int, sweep: str) -> list[Launch]:
+def launches(rows: int) -> list[Launch]:
     """The first two without an early start, too."""
     height = 1 if rows == 1 else max(16, 1 << (rows - 1).bit_length())
-    made = [Launch(height, *tiles) for tiles in TILES[height]] if sweep == "all" else []
-    made += [replace(launch, early=False) for launch in made[:2]]
-    if sweep != "none":
-        made += [Launch(height, *tiles, joined=True, turned=True) for tiles in TURNED.get(height, [])]
-        made += [Launch(height, 64, 128, 4, 4, splits=4, joined=True)] if height == 16 else []
-    return made
+    made = [Launch(height, *tiles) for tiles in TILES[height]]
+    return made + [replace(launch, early=False) for launch in made[:2]]
 
 
-def bench(report: Report, name: str, rows: int, *, sweep: str) -> None:
+def bench(report: Report, name: str, rows: int, *, sweep: bool) -> None:
     N, K = SHAPES[name]
     sets = max(2, int(ROTATED_BYTES // (2 * N * K)) + 1)
     weights = [draw(N, K, spread=K**-0.5) for _ in range(sets)]
@@ -76,8 +66,6 @@ def bench(report: Report, name: str, rows: int, *, sweep: str) -> None:
     want = reference.linear(x[0], weights[0], None)
 
     def measure(label: str, function: object) -> None:
-        for i in range(sets):  # a weight's tickets cannot be made in a capture
-            function(x[i], weights[i], None)  # type: ignore[operator]
         report.add(shape, label, lambda i: function(x[i], weights[i], None),  # type: ignore[operator]
                    lambda: error_of(function(x[0], weights[0], None), want))  # type: ignore[operator]  # fmt: skip
 
@@ -85,24 +73,23 @@ def bench(report: Report, name: str, rows: int, *, sweep: str) -> None:
     table = launch_for(rows, N, K)
     if table is not None:
         measure("table", partial(triton_linear.linear, launch=table))
-    for launch in launches(rows, sweep):
+    for launch in launches(rows) if sweep else ():
         measure(short(launch), partial(triton_linear.linear, launch=launch))
 
 
 def short(launch: Launch) -> str:
     tiles = f"{launch.rows}: {launch.columns} x {launch.depth}, {launch.warps} warps, {launch.stages} stages"
-    ways = "".join(f", {way}" for way in ("early", "joined", "turned") if getattr(launch, way))
-    return f"{tiles}, {launch.splits} splits{ways}"
+    return f"{tiles}, {launch.splits} splits{', early' if launch.early else ''}"
 
 
 Job = tuple[int, int, Launch]
 
 
-def jobs(rows: Sequence[int], names: Sequence[str], *, sweep: str) -> Iterator[Job]:
+def jobs(rows: Sequence[int], *, sweep: bool) -> Iterator[Job]:
     for count in rows:
-        for N, K in (SHAPES[name] for name in names):
+        for N, K in SHAPES.values():
             table = launch_for(count, N, K)
-            tried = [*([table] if table is not None else []), *launches(count, sweep)]
+            tried = [*([table] if table is not None else []), *(launches(count) if sweep else ())]
             for launch in tried:
                 yield count, K if count == 1 else 16384, launch
 
@@ -121,20 +108,17 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=out_file)
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
-    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
-    some = parser.add_mutually_exclusive_group()
-    some.add_argument("--tables", dest="sweep", action="store_const", const="none", default="all", help="sweep nothing")
-    some.add_argument("--turned", dest="sweep", action="store_const", const="turned", help="only what TURNED lists")
+    parser.add_argument("--tables", action="store_true", help="sweep nothing")
     options = parser.parse_args()
     torch.manual_seed(1)
     report, began = Report(out=options.out), time.monotonic()
     with ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_one, dict.fromkeys(jobs(options.rows, options.shapes, sweep=options.sweep))))
+        list(pool.map(compile_one, dict.fromkeys(jobs(options.rows, sweep=not options.tables))))
     print(f"compiled after {time.monotonic() - began:.0f} s")
     with torch.inference_mode():
         for rows in options.rows:
-            for name in options.shapes:
-                bench(report, name, rows, sweep=options.sweep)
+            for name in SHAPES:
+                bench(report, name, rows, sweep=not options.tables)
     report.show()
     seconds = round(time.monotonic() - began, 1)
     made = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "seconds": seconds, "rows": report.rows}

@@ -17,9 +17,6 @@ from sidestream.layers.linear import MergedLinear, Projection, RowLinear
 from sidestream.layers.loader import LayerLoader
 from sidestream.ops.kda import decode_step, mixed_step
 
-FEW_ROWS = 2
-"""Up to which the recurrence leaves memory idle."""
-
 
 class KimiDeltaAttention:
     """One KDA layer; heads are split over the ranks, the two low-rank projections are whole on each.
@@ -68,15 +65,9 @@ class KimiDeltaAttention:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [Tp, hidden] -> [Tp, hidden]. State is read and written for the true tokens only."""
         projected = self.inputs.weight.linear(x, None)
-        if x.shape[0] <= FEW_ROWS:
-            self.out.weight.fetch_ahead(x.shape[0])
         width = self.num_heads * self.head_dim
         mixed = across_break(f"KDA of layer {self.layer}", "KDA", self._attend, projected, out=(x.shape[0], width))
         return self.out(mixed)
-
-    def fetch_ahead(self, rows: int) -> None:
-        """Ask for the weight that is multiplied first."""
-        self.inputs.weight.fetch_ahead(rows)
 
     def _attend(self, projected: torch.Tensor) -> torch.Tensor:
         """[Tp, ..] projections -> [Tp, H * V], zeros behind the rows of the step."""

@@ -15,7 +15,7 @@ from sidestream.layers.indexer import Indexer
 from sidestream.layers.linear import MergedLinear, Projection, RowLinear
 from sidestream.layers.loader import LayerLoader
 from sidestream.layers.rope import Rotation
-from sidestream.ops.linear import by_head, fetch_ahead
+from sidestream.ops.linear import by_head
 from sidestream.ops.norm import rms_norm, rms_norm_pair
 from sidestream.ops.rope import apply_rope
 
@@ -48,13 +48,13 @@ class LatentAttention:
         self.hidden_inputs = MergedLinear(loader, config.hidden_size, hidden_parts)
         self.resid_inputs = MergedLinear(loader, mla.q_lora_rank, resid_parts) if mla.q_lora_rank is not None else None
         self.kv_norm = loader.tensor("kv_a_layernorm.weight", (mla.kv_lora_rank,))
-        self.expand = loader.tensor(
+        expand = loader.tensor(
             "kv_b_proj.weight",
             (self.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank),
             shard=loader.shard(0),
         ).view(self.num_heads, mla.qk_nope_head_dim + mla.v_head_dim, mla.kv_lora_rank)
-        self.w_uk = self.expand[:, : mla.qk_nope_head_dim]  # [H, nope, r]
-        self.w_uv = self.expand[:, mla.qk_nope_head_dim :].transpose(1, 2)  # [H, r, v]
+        self.w_uk = expand[:, : mla.qk_nope_head_dim]  # [H, nope, r]
+        self.w_uv = expand[:, mla.qk_nope_head_dim :].transpose(1, 2)  # [H, r, v]
         self.out = RowLinear(
             loader, "o_proj", mla.num_heads * mla.v_head_dim, config.hidden_size, bias=mla.attention_bias
         )
@@ -71,7 +71,6 @@ class LatentAttention:
         else:
             q_resid, latent = rms_norm_pair(query, latent, self.q_norm, self.kv_norm, eps=mla.lora_norm_eps)
             query, *index_query = self.resid_inputs(q_resid)
-            fetch_ahead(self.expand, rows)
             if self.indexer is not None:
                 self.indexer(index_query[0], tuple(indexer_parts), rotation)
         query = true_rows(query, rows).view(rows, self.num_heads, mla.qk_head_dim)
@@ -85,7 +84,6 @@ class LatentAttention:
                 rope_query = apply_rope(rope_query, *rotation, interleaved=True)
                 rope_key = apply_rope(rope_key, *rotation, interleaved=True)
             absorbed = torch.cat([absorbed, rope_query], dim=-1)
-        self.out.weight.fetch_ahead(rows)
         attended = across_break(
             f"attention of layer {self.layer}",
             "attention",
@@ -97,10 +95,6 @@ class LatentAttention:
         )
         values = by_head(attended, self.w_uv).reshape(rows, -1)
         return self.out(pad_rows(values, x.shape[0]))
-
-    def fetch_ahead(self, rows: int) -> None:
-        """Ask for the weight that is multiplied first."""
-        self.hidden_inputs.weight.fetch_ahead(rows)
 
     def _attend(self, query: torch.Tensor, latent: torch.Tensor, rope_key: torch.Tensor | None) -> torch.Tensor:
         """[S, H, r + p] queries -> [S, H, r]."""

@@ -9,7 +9,6 @@ from sidestream.core.forward_context import get_forward_context
 from sidestream.core.padding import pad_rows
 from sidestream.layers.linear import MergedLinear, Projection, RowLinear
 from sidestream.layers.loader import LayerLoader
-from sidestream.ops.linear import fetch_ahead
 from sidestream.ops.moe import experts, route, swiglu
 
 
@@ -29,10 +28,6 @@ class DenseMlp:
         """x [T, hidden] -> [T, hidden]."""
         gate_up = self.gate_up.weight.linear(x, None)
         return self.down(swiglu(gate_up, limit=self.limit))
-
-    def fetch_ahead(self, rows: int) -> None:
-        """Ask for the weight that is multiplied first."""
-        self.gate_up.weight.fetch_ahead(rows)
 
 
 class MoeMlp:
@@ -90,8 +85,3 @@ class MoeMlp:
             swiglu_limit=self.limit,
         )
         return pad_rows(self.group.all_reduce(out), x.shape[0])
-
-    def fetch_ahead(self, rows: int) -> None:
-        """Ask for the expert that is multiplied first, a shared one: which of the others are has yet to be chosen."""
-        if self.moe.num_shared_experts:
-            fetch_ahead(self.w13[self.moe.num_experts], rows)

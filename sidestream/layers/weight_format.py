@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from sidestream.ops.linear import fetch_ahead, linear
+from sidestream.ops.linear import linear
 from sidestream.weights import Shard, WeightSource
 
 
@@ -20,10 +20,6 @@ class LinearWeight(Protocol):
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [T, cols] -> [T, rows]."""
-        ...
-
-    def fetch_ahead(self, rows: int) -> None:
-        """Ask for its beginning: ``linear`` of so many rows is soon to come."""
         ...
 
 
@@ -42,9 +38,6 @@ class DenseWeight:
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return linear(x, self.tensor, bias)
-
-    def fetch_ahead(self, rows: int) -> None:
-        fetch_ahead(self.tensor, rows)
 
 
 @dataclass(frozen=True, slots=True)

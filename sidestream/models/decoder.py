@@ -47,10 +47,7 @@ class DecoderLayer:
 
     def __call__(self, state: ResidualState, rotation: Rotation | None) -> ResidualState:
         """Residual state in and out: [Tp, hidden], or [Tp, S, hidden] with hyper-connections."""
-        rows = get_forward_context().inputs.segment_rows
-        self.mixer.fetch_ahead(rows)
         state = self.attention_residual(state, lambda x: self._mix(x, rotation))
-        self.mlp.fetch_ahead(rows)
         return self.mlp_residual(state, self.mlp)
 
     def _mix(self, x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:

@@ -11,13 +11,10 @@ __all__ = ["embed"]
 
 embed = operator("embedding.embed", reads=("token_ids", "table"))(torch_impl.embed)
 
-ONE_LAUNCH = False
-"""Whether a CUDA device looks up and copies in one kernel."""
-
 
 @embed.register("cuda")
 def _embed(token_ids: torch.Tensor, table: torch.Tensor, *, copies: int) -> torch.Tensor:
-    if token_ids.is_cuda and ONE_LAUNCH:
+    if token_ids.is_cuda:
         from sidestream.ops.embedding import triton_embed
 
         if triton_embed.takes(token_ids, table):

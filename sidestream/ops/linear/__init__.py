@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from sidestream.ops.linear import torch_impl
-from sidestream.ops.linear.fetch import fetch_ahead
-from sidestream.ops.linear.launches import DIRECT, launch_for
+from sidestream.ops.linear.launches import launch_for
 from sidestream.ops.operator import operator
 
-__all__ = ["by_head", "fetch_ahead", "linear", "logits"]
+__all__ = ["by_head", "linear", "logits"]
 
 linear = operator("linear.linear", reads=("x", "weight", "bias"))(torch_impl.linear)
 logits = operator("linear.logits", reads=("x", "weight"), writes=("out",))(torch_impl.logits)
@@ -29,8 +28,8 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 @logits.register("cuda")
 def _logits(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> None:
-    if not (x.is_cuda and DIRECT.logits):
-        out.copy_(_linear(x, weight, None))
+    if not x.is_cuda:
+        torch_impl.logits(x, weight, out=out)
         return
     launch = launch_for(x.shape[0], *weight.shape)
     if launch is not None:
@@ -44,6 +43,5 @@ def _logits(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> None
 
 @by_head.register("cuda")
 def _by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    if DIRECT.by_head:
-        return torch_impl.by_head_in_place(x, weight)
-    return torch_impl.by_head(x, weight)
+    one_row = x.shape[0] == 1  # which lies in the order of tokens whatever the order of heads
+    return torch_impl.by_head(x, weight) if one_row else torch_impl.by_head_in_place(x, weight)

@@ -19,12 +19,8 @@ class Launch:
         columns: weight rows a program multiplies.
         depth: elements of each at a time, reduced to a power of two that divides the depth of the weight.
         warps, stages: of a program; stages of loads in flight.
-        splits: parts of the depth, each a program's; their sums are added by a second kernel,
-        joined: or by the program of a block of columns that is through last, in the order of the parts all the same.
+        splits: parts of the depth, each a program's; their sums are added by a second kernel.
         early: start while the kernel before ends, and wait there before x is read.
-        turned: weights times x, whose rows are the narrow side of the matrix units' tile, from 64 columns on: then both
-            come from shared memory without passing through registers.
-        ahead: bytes of each weight row that the L2 cache is asked for before that wait.
     """
 
     rows: int
@@ -34,9 +30,6 @@ class Launch:
     stages: int
     splits: int = 1
     early: bool = True
-    ahead: int = 0
-    joined: bool = False
-    turned: bool = False
 
 
 def launch_for(rows: int, out_features: int, in_features: int) -> Launch | None:
@@ -50,24 +43,3 @@ def launch_for(rows: int, out_features: int, in_features: int) -> Launch | None:
     if in_features >= 16384 or out_features >= 32768:
         return None
     return Launch(16, 64, 128, 4, 4, splits=4 if out_features <= 8192 else 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Direct:
-    """Whether products of the library leave what comes next as it reads it, instead of to a kernel that copies.
-
-    Attributes:
-        logits: fp32 sums as they are, not rounded and widened again.
-        by_head: heads' products in their tokens' rows.
-    """
-
-    logits: bool
-    by_head: bool
-
-
-DIRECT = Direct(logits=False, by_head=False)
-
-
-def fetched_bytes(rows: int) -> int:
-    """Of a weight, to be asked for before the small kernels in front of its product: 0 is none."""
-    return 0

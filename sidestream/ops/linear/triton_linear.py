@@ -7,23 +7,16 @@ the row, the weight and the launch alone.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-
 import torch
 import triton
 import triton.language as tl
-from torch.utils.weak import WeakTensorKeyDictionary
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.ops.linear.launches import Launch
-from sidestream.ops.linear.triton_fetch import ask
-from sidestream.streams.backend import allocates_for_graph
 
 UPCAST = bool(triton.knobs.runtime.interpret)
 """The interpreter multiplies bf16 wrongly."""
 SUM_BLOCK = 1024
-_TICKETS: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
-"""By weight: they end with it."""
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -51,7 +44,7 @@ def linear(
     if out is None:
         out = torch.empty(T, N, dtype=x.dtype, device=x.device)
     blocks = triton.cdiv(N, launch.columns)
-    overlap = {"PDL": pdl, "launch_pdl": pdl, "AHEAD": min(launch.ahead, 2 * K // launch.splits) // 16 * 16 * pdl}
+    overlap = {"PDL": pdl, "launch_pdl": pdl}
     if launch.rows == 1:
         _one_row[(blocks,)](
             x, weight, out if bias is None else bias, out, N, K=K, COLUMNS=launch.columns, DEPTH=depth,
@@ -61,32 +54,17 @@ def linear(
     steps = K // depth
     splits = max(splits for splits in range(1, launch.splits + 1) if steps % splits == 0)
     target = out if splits == 1 else torch.empty(splits, T, N, dtype=torch.float32, device=x.device)
-    joined = launch.joined and splits > 1
-    tickets = _tickets(weight, blocks) if joined else target
     _some_rows[(blocks, splits)](
-        x, weight, out if bias is None else bias, target, out, tickets, T, N, K, x.stride(0), steps // splits,
-        ROWS=launch.rows, COLUMNS=launch.columns, DEPTH=depth, STAGES=launch.stages, WHOLE=splits == 1,
-        TURNED=launch.turned,
-        JOINED=splits if joined else 0, BIASED=bias is not None and (splits == 1 or joined), UPCAST=UPCAST,
-        num_warps=launch.warps, **overlap,
+        x, weight, out if bias is None else bias, target, T, N, K, x.stride(0), steps // splits, ROWS=launch.rows,
+        COLUMNS=launch.columns, DEPTH=depth, STAGES=launch.stages, WHOLE=splits == 1,
+        BIASED=bias is not None and splits == 1, UPCAST=UPCAST, num_warps=launch.warps, **overlap,
     )  # fmt: skip
-    if splits > 1 and not joined:
+    if splits > 1:
         _sum_parts[(triton.cdiv(T * N, SUM_BLOCK),)](
             target, out if bias is None else bias, out, T, N, SPLITS=splits, BLOCK=SUM_BLOCK,
             BIASED=bias is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
     return out
-
-
-def _tickets(weight: torch.Tensor, blocks: int) -> torch.Tensor:
-    """[blocks] int32, zero whenever no product of the weight runs: of two products with one weight, one is over."""
-    found = _TICKETS.get(weight)
-    if found is None or len(found) < blocks:
-        capturing = allocates_for_graph(weight.device)
-        assert not capturing, "a product whose parts are joined is first run inside a capture: run it eagerly before"
-        with torch.inference_mode(False):
-            _TICKETS[weight] = found = torch.zeros(blocks, dtype=torch.int32, device=weight.device)
-    return found
 
 
 @triton.jit(do_not_specialize=["N"])  # type: ignore[untyped-decorator]
@@ -102,14 +80,11 @@ def _one_row(
     STAGES: tl.constexpr,
     BIASED: tl.constexpr,
     PDL: tl.constexpr,
-    AHEAD: tl.constexpr,
 ) -> None:
     """out [N]: COLUMNS whole rows of the weight a program."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
     at = weight + tl.minimum(column, N - 1).to(tl.int64)[:, None] * K + k[None, :]
-    if AHEAD:
-        ask(weight + tl.minimum(column, N - 1).to(tl.int64) * K, COLUMNS, AHEAD)
     if PDL:
         gdc_wait()
     total = tl.zeros([COLUMNS, DEPTH], tl.float32)
@@ -129,8 +104,6 @@ def _some_rows(
     weight: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
-    joint: tl.tensor,
-    tickets: tl.tensor,
     T: tl.tensor,
     N: tl.tensor,
     K: tl.tensor,
@@ -141,63 +114,35 @@ def _some_rows(
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
     WHOLE: tl.constexpr,
-    JOINED: tl.constexpr,
-    TURNED: tl.constexpr,
     BIASED: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
-    AHEAD: tl.constexpr,
 ) -> None:
-    """out [T, N], or with several parts of the depth (not ``WHOLE``) sums [parts, T, N] fp32, which the last of
-    ``JOINED`` programs adds to joint [T, N]. ``tickets`` [blocks] are zero before and after."""
+    """out [T, N], or with several parts of the depth (not ``WHOLE``) sums [parts, T, N] fp32."""
     row = tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(1)
     known = tl.minimum(column, N - 1).to(tl.int64)
     k = part * (steps * DEPTH) + tl.arange(0, DEPTH)
     x_at = x + row[:, None] * x_stride + k[None, :]
-    if TURNED:
-        weight_at = weight + known[:, None] * K + k[None, :]
-        total = tl.zeros([COLUMNS, ROWS], tl.float32)
-    else:
-        weight_at = weight + known[None, :] * K + k[:, None]
-        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    weight_at = weight + known[None, :] * K + k[:, None]
     real = (row < T)[:, None]
-    if AHEAD:
-        ask(weight + known * K + part * (steps * DEPTH), COLUMNS, AHEAD)
     if PDL:
         gdc_wait()
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in tl.range(0, steps, num_stages=STAGES):
         given = tl.load(x_at + step * DEPTH, mask=real, other=0.0)
         factor = tl.load(weight_at + step * DEPTH)
         if UPCAST:
-            given, factor = given.to(tl.float32), factor.to(tl.float32)
-        if TURNED:
-            total = tl.dot(factor, tl.trans(given), total, input_precision="ieee")
+            total = tl.dot(given.to(tl.float32), factor.to(tl.float32), total, input_precision="ieee")
         else:
-            total = tl.dot(given, factor, total, input_precision="ieee")
+            total = tl.dot(given, factor, total)
     if PDL:
         gdc_launch_dependents()  # late, so that programs of the next kernel spread over all multiprocessors
-    if TURNED:
-        total = tl.trans(total)
-    if BIASED and WHOLE:
+    if BIASED:
         total += tl.load(bias + known).to(tl.float32)[None, :]
-    inside = real & (column < N)[None, :]
-    at = row[:, None].to(tl.int64) * N + column[None, :]
-    tl.store(out + part.to(tl.int64) * T * N + at, total.to(out.dtype.element_ty), mask=inside)
-    if JOINED:
-        # Every thread's stores come before this program's ticket, and the last ticket before all loads.
-        tl.debug_barrier()
-        last = tl.atomic_add(tickets + tl.program_id(0), 1, sem="acq_rel", scope="gpu") == JOINED - 1
-        tl.debug_barrier()
-        if last:
-            tl.store(tickets + tl.program_id(0), 0)
-            whole = tl.zeros([ROWS, COLUMNS], tl.float32)
-            for other in tl.static_range(JOINED):  # written by other programs: not from this multiprocessor's cache
-                whole += tl.load(out + other * T * N + at, mask=inside, other=0.0, cache_modifier=".cg")
-            if BIASED:
-                whole += tl.load(bias + known).to(tl.float32)[None, :]
-            tl.store(joint + at, whole.to(joint.dtype.element_ty), mask=inside)
+    at = out + (part.to(tl.int64) * T + row[:, None]) * N + column[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=real & (column < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["T"])  # type: ignore[untyped-decorator]

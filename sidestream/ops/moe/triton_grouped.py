@@ -212,10 +212,7 @@ def _gate_up(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    parts = INNER // COLUMNS
-    # Shared experts run first: whoever asked for weights ahead of the choice could ask for theirs.
-    block = (tl.program_id(0) // parts + routed_blocks) % (tl.num_programs(0) // parts)
-    part = tl.program_id(0) % parts
+    block, part = tl.program_id(0) // (INNER // COLUMNS), tl.program_id(0) % (INNER // COLUMNS)
     expert, pair, token = _block(
         block, order, block_expert, tokens, routed_blocks, shared_blocks, num_experts, TOP_K, ROWS
     )

@@ -46,7 +46,6 @@ def experts(
         x.stride(1),
         float(swiglu_limit or 0.0),
         TOP_K=top_k,
-        SLOTS=slots,
         H=H,
         INNER=inner,
         COLUMNS=up_columns,
@@ -96,7 +95,6 @@ def _gate_up_one(
     x_stride: tl.tensor,
     limit: float,
     TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr,
     H: tl.constexpr,
     INNER: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -105,10 +103,8 @@ def _gate_up_one(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """hidden [slots, INNER]: COLUMNS rows of gate and of up a program, whole rows. Shared experts run first: whoever
-    asked for weights ahead of the choice could ask for theirs."""
-    place, part = tl.program_id(0) // (INNER // COLUMNS), tl.program_id(0) % (INNER // COLUMNS)
-    slot = (place + TOP_K) % SLOTS
+    """hidden [slots, INNER]: COLUMNS rows of gate and of up a program, whole rows."""
+    slot, part = tl.program_id(0) // (INNER // COLUMNS), tl.program_id(0) % (INNER // COLUMNS)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
     if PDL:

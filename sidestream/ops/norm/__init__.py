@@ -46,8 +46,8 @@ def _rms_norm_pair(
     if x.is_cuda:
         from sidestream.ops.norm import triton_norms
 
-        flat = x.dim() == other.dim() == 2
-        if triton_norms.PAIRED and flat and triton_norms.takes(x, weight, other, other_weight):
+        few = x.dim() == other.dim() == 2 and max(len(x), len(other)) <= triton_norms.PAIRED_ROWS
+        if few and triton_norms.takes(x, weight, other, other_weight):
             return triton_norms.rms_norm_pair(x, other, weight, other_weight, eps=eps)
     return _rms_norm(x, weight, eps), _rms_norm(other, other_weight, eps)
 
@@ -57,7 +57,7 @@ def _mean_rms_norm(streams: torch.Tensor, weight: torch.Tensor, eps: float) -> t
     if streams.is_cuda:
         from sidestream.ops.norm import triton_norms
 
-        if triton_norms.MEAN_IN_NORM and triton_norms.takes(streams, weight):
+        if triton_norms.takes(streams, weight):
             return triton_norms.mean_rms_norm(streams, weight, eps)
     return _rms_norm(streams.mean(dim=1), weight, eps)
 

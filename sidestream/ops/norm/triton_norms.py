@@ -17,10 +17,8 @@ MAX_WIDTH = 16384
 """Widest row that stays in one program's registers."""
 TILE = 4096
 """Elements a program of several rows takes."""
-PAIRED = False
-"""Whether two norms of one product's parts share a launch."""
-MEAN_IN_NORM = False
-"""Whether the mean of a residual's streams is taken by the norm behind it."""
+PAIRED_ROWS = 1024
+"""Up to which two norms share a launch; beyond, where a program takes several rows, they are faster apart."""
 COMPILED = not triton.knobs.runtime.interpret
 """Then launched while the kernel before ends (programmatic dependent launch); each waits before it reads."""
 

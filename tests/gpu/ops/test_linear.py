@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sidestream.ops.linear import fetch_ahead, linear, triton_linear
+from sidestream.ops.linear import linear, triton_linear
 from sidestream.ops.linear.launches import Launch, launch_for
 from tests.tolerances import BF16_OUTPUT
 
@@ -47,9 +47,7 @@ def test_equals_fp64(out_features: int, in_features: int, rows: int, bias: bool)
     check(got, x, weight, given)
 
 
-@pytest.mark.parametrize(
-    "ways", [{"early": False}, {"early": True}, {"stages": 2}, {"joined": True}, {"joined": True, "turned": True}]
-)
+@pytest.mark.parametrize("ways", [{"early": False}, {"early": True}, {"stages": 2}])
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_every_way_of_launching_in_a_chain(rows: int, ways: dict[str, Any]) -> None:
     """Each product reads what the one before it wrote, in a graph: a kernel that reads too early shows."""
@@ -97,40 +95,3 @@ def test_a_weight_beyond_2_to_the_31_elements() -> None:
         x = draw(min(launch.rows, 4), 16384)
         got = triton_linear.linear(x, weight, None, launch=launch)
         check(got[:, -64:], x, weight[-64:])
-
-
-@pytest.mark.parametrize("ahead", [1024, 1 << 20])
-@pytest.mark.parametrize("rows", [1, 8])
-def test_what_is_asked_for_ahead_changes_nothing(rows: int, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a kernel in front of the product and by the product itself, to the end of the weight's memory."""
-    weight = draw(4096, 8192, spread=8192**-0.5)
-    x = draw(rows, 8192)
-    launch = launch_for(rows, 4096, 8192)
-    assert launch is not None
-    want = triton_linear.linear(x, weight, None, launch=launch)
-    monkeypatch.setattr("sidestream.ops.linear.fetch.fetched_bytes", lambda rows: 1 << 30)
-    graph = torch.cuda.CUDAGraph()
-    triton_linear.linear(x, weight, None, launch=replace(launch, ahead=ahead))
-    fetch_ahead(weight, rows)
-    with torch.cuda.graph(graph):
-        fetch_ahead(weight, rows)
-        out = triton_linear.linear(x, weight, None, launch=replace(launch, ahead=ahead))
-    for _ in range(5):
-        out.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(out, want)
-
-
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("rows", [5, 16, 33, 64])
-@pytest.mark.parametrize(("out_features", "in_features"), SIZES)
-def test_joined_parts_equal_fp64(out_features: int, in_features: int, rows: int, turned: bool) -> None:
-    """The same bits every time, whichever program of a block is last."""
-    height = max(16, 1 << (rows - 1).bit_length())
-    launch = Launch(height, 64, 64, 4, 3, splits=4, joined=True, turned=turned)
-    x, weight, bias = draw(rows, in_features), draw(out_features, in_features, spread=in_features**-0.5), draw(1000)
-    given = bias if out_features == 1000 else None
-    got = triton_linear.linear(x, weight, given, launch=launch)
-    check(got, x, weight, given)
-    for _ in range(30):
-        assert torch.equal(triton_linear.linear(x, weight, given, launch=launch), got)
