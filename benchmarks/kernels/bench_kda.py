@@ -1,6 +1,6 @@
 """Time KDA on a GPU, decode steps and prompts: every launch against the formula first, then a table.
 
-    PYTHONPATH=. python benchmarks/kernels/bench_kda.py [results.json] [--only decodes|prompts]
+    PYTHONPATH=. python benchmarks/kernels/bench_kda.py [results.json] [--only decodes|prompts] [--rows 8 64]
 
 The shape is GLM-5.3-Flash's: 64 heads of 128, bf16, fp32 state. Floor of a decode step: the state of each row read once
 and written once (8.4 MB) at 4.28 TB/s; times are medians of replayed graphs of 20 calls. Beside it stands what a kernel
@@ -31,11 +31,14 @@ from sidestream.core.ring import plan_ring
 from sidestream.ops.kda import mixed_step, reference, torch_chunked, torch_impl, triton_chunked, triton_conv
 from sidestream.ops.kda.torch_impl import ForgetGate
 from sidestream.ops.kda.triton_decode import Launch, decode_step
+from sidestream.ops.kda.triton_decode import launch_for as decode_launch
 from sidestream.ops.linear import linear, triton_linear
 from sidestream.ops.linear.launches import launch_for
 
 HEADS, DIM, WINDOW, HIDDEN = 64, 128, 4, 4096
 BYTES_PER_S = 4.28e12
+BATCHES = (64, 8, 32, 1, 16, 128, 4, 2)
+"""Rows of a step, the weightier first: time may run out."""
 IN_LAYER = (1, 8, 32, 64)
 """Rows of a step that is also timed between projections."""
 BARS = {1: 8.0, 64: 1.1 * 125.4, 128: 1.1 * 250.9}
@@ -49,7 +52,11 @@ L2_BYTES = 100e6
 WORST = 0.02
 """Relative error in norm: bf16 results against fp32 ones."""
 
-SWEEP = [Launch(True), Launch(True, early=True), Launch(False), Launch(False, early=True)]
+SWEEP = [
+    *(Launch(True, early=early, in_registers=kept) for early in (False, True) for kept in (0, 32)),
+    Launch(True, rows=64, in_registers=32),
+    *(Launch(False, early=early) for early in (False, True)),
+]
 CHUNKS = [
     triton_chunked.Launch(),
     triton_chunked.Launch(blocks=False),
@@ -218,8 +225,10 @@ def kernels(call: Callable[[], object]) -> dict[str, float]:
     return {entry.key[:60]: entry.self_device_time_total / 1e3 for entry in averages}
 
 
-def time_decodes(launches: list[Launch], results: dict[str, Any], until: float, path: Path | None) -> None:
-    for rows in (64, 8, 32, 1, 16, 128, 4, 2):
+def time_decodes(
+    launches: list[Launch], batches: list[int], results: dict[str, Any], until: float, path: Path | None
+) -> None:
+    for rows in batches:
         state_bytes = 8 * rows * HEADS * DIM * DIM
         floor = state_bytes / BYTES_PER_S * 1e6
         count = min(CALLS, max(2, int(L2_BYTES // (state_bytes // 2)) + 1))
@@ -231,7 +240,7 @@ def time_decodes(launches: list[Launch], results: dict[str, Any], until: float, 
                 times[str(launch)] = timed(lambda made, launch=launch: decode_step(**made, launch=launch), sets)
         parts = {"states scaled in place": timed(scale_states, sets)}
         in_layer = time_in_layer(launches, sets) if rows in IN_LAYER and time.monotonic() < until else {}
-        chosen = times.get(str(Launch(True)))
+        chosen = times.get(str(decode_launch(torch.device("cuda"), rows)))
         results["shapes"][rows] = {"floor_us": floor, "bar_us": BARS.get(rows), "us": times, "parts_us": parts}
         results["shapes"][rows]["in_layer_us"] = in_layer
         keep(path, results)
@@ -333,6 +342,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=out_file)
     parser.add_argument("--only", choices=("decodes", "prompts"))
+    parser.add_argument("--rows", type=int, nargs="+", default=BATCHES, help="of the decode steps that are timed")
     args = parser.parse_args()
     path = args.out
     began = time.monotonic()
@@ -357,7 +367,8 @@ def main() -> None:
         for name, value in many.items():
             if not value < WORST:
                 print(f"WRONG at 150 rows by {value:.1e}: {name}")
-        time_decodes([launch for launch in decodes if many[str(launch)] < WORST], results, began + BUDGET_S, path)
+        good = [launch for launch in decodes if many[str(launch)] < WORST]
+        time_decodes(good, args.rows, results, began + BUDGET_S, path)
     if args.only != "decodes":
         time_convolutions(results, path)
         time_prompts([launch for launch in right if not isinstance(launch, Launch)], results, path)

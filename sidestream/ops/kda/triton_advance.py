@@ -1,10 +1,11 @@
 """A decode step of Kimi Delta Attention with loads ordered by hand (Gluon, Hopper, heads of 128).
 
 A program is one head of one row. Its 64 KB of state are on their way to shared memory before anything else is read, so
-that no register waits for them, and three programs a multiprocessor hide each other's latency. What counts is then how
-many loads wait for one another: here slot and position, then all else at once, then the low-rank products. One warp
-convolves queries, one keys, one values; rows of the state are read and written whole. What the new state recalls is
-taken from the old one, ``q (S + k e) = q S + (q k) e``: one pass for both products, a second that writes.
+that no register waits for them, and three programs a multiprocessor hide each other's latency; or four, with a quarter
+of each state in registers, which 128 a thread have room for. What counts is then how many loads wait for one another:
+here slot and position, then all else at once, then the low-rank products. One warp convolves queries, one keys, one
+values; rows of the state are read and written whole. What the new state recalls is taken from the old one,
+``q (S + k e) = q S + (q k) e``: one pass for both products, a second that writes.
 
 Gluon has no interpreter: only a GPU tests this as it is.
 """
@@ -21,6 +22,8 @@ from triton.language.extra.cuda import gdc_wait
 
 WARPS = 4
 MOST_TAPS = 4
+MOST_REGISTERS = 128
+"""A thread: with these four programs find a place."""
 
 
 @gluon.jit
@@ -55,13 +58,15 @@ def advance(
     length: gl.constexpr,
     bounded: gl.constexpr,
     overlap: gl.constexpr,
+    in_registers: gl.constexpr,
 ):
     """As ``triton_decode``'s kernel, for four warps, ``dim`` 128 and up to four taps. The low-rank products stand in
     ``expanded`` [2, rows, heads * dim]; nothing else that an earlier kernel of the step writes is read before
     ``gdc_wait``, except what came before both. The convolution ring has ``length`` rows a slot: the token at position
-    p is in row ``p % length``."""
+    p is in row ``p % length``. ``in_registers``: how many of the state's last rows are, none or 32."""
     rows: gl.constexpr = 32
     by_row: gl.constexpr = gl.BlockedLayout([8, 4], [1, 32], [4, 1], [1, 0])
+    by_warp: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     of_rows: gl.constexpr = gl.SliceLayout(1, by_row)
     of_columns: gl.constexpr = gl.SliceLayout(0, by_row)
     by_tap: gl.constexpr = gl.BlockedLayout([1, 4, 4], [1, 1, 32], [4, 1, 1], [2, 1, 0])
@@ -77,11 +82,15 @@ def advance(
     old = state + ((slot * versions + position % versions) * heads + h) * (dim * dim)
     new = state + ((slot * versions + (position + 1) % versions) * heads + h) * (dim * dim)
     column = gl.arange(0, dim, layout=of_columns)
-    k_row = gl.arange(0, dim, layout=of_rows)
-    known = (k_row < gl.where(position > 0, dim, 0))[:, None]  # a fresh sequence starts from zeros
-    held = gl.allocate_shared_memory(gl.float32, [dim, dim], plain)
-    async_copy.async_copy_global_to_shared(held, old + k_row[:, None] * dim + column[None, :], mask=known)
+    row = gl.arange(0, rows, layout=of_rows)
+    square = row[:, None] * dim + column[None, :]
+    known = (row < gl.where(position > 0, rows, 0))[:, None]  # a fresh sequence starts from zeros
+    held = gl.allocate_shared_memory(gl.float32, [(dim - in_registers) // rows, rows, dim], plain)
+    for i in gl.static_range((dim - in_registers) // rows):
+        async_copy.async_copy_global_to_shared(held.index(i), old + i * rows * dim + square, mask=known)
     async_copy.commit_group()
+    if in_registers:
+        last_rows = gl.load(old + (dim - rows) * dim + square, mask=known, other=0.0)
     gl.thread_barrier()  # or ptxas sends for the state when the convolution is done
 
     # kinds: query, key, value, and a fourth that is nothing
@@ -145,19 +154,29 @@ def advance(
     channel_key.store(key)
 
     async_copy.wait_group(0)
-    recalls = gl.zeros([rows, dim], gl.float32, by_row)
-    sees = gl.zeros([rows, dim], gl.float32, by_row)
-    for first in gl.static_range(0, dim, rows):
-        memory = held.slice(first, rows).load(by_row)
-        sees += memory * query_kept.slice(first, rows).load(of_rows)[:, None]
-        recalls += memory * key_kept.slice(first, rows).load(of_rows)[:, None]
-    error = (value - gl.sum(recalls, axis=0)) * beta
-    square = gl.arange(0, rows, layout=of_rows)[:, None] * dim + column[None, :]
-    for first in gl.static_range(0, dim, rows):
-        left = held.slice(first, rows).load(by_row) * channel_kept.slice(first, rows).load(of_rows)[:, None]
-        moved = channel_key.slice(first, rows).load(of_rows)[:, None] * error[None, :]
-        gl.store(new + first * dim + square, left + moved)
-    read = (gl.sum(sees, axis=0) + kq * error) * (dim**-0.5)
+    recalls = gl.zeros([4, dim], gl.float32, by_warp)
+    sees = gl.zeros([4, dim], gl.float32, by_warp)
+    for i in gl.static_range(dim // rows):
+        if i < (dim - in_registers) // rows:
+            memory = held.index(i).load(by_row)
+        else:
+            memory = last_rows
+        seen = (memory * query_kept.slice(i * rows, rows).load(of_rows)[:, None]).reshape([4, rows // 4, dim])
+        sees += gl.convert_layout(gl.sum(seen, axis=1), by_warp, assert_trivial=True)
+        recalled = (memory * key_kept.slice(i * rows, rows).load(of_rows)[:, None]).reshape([4, rows // 4, dim])
+        recalls += gl.convert_layout(gl.sum(recalled, axis=1), by_warp, assert_trivial=True)
+    recalled = gl.convert_layout(gl.sum(recalls, axis=0), of_columns, assert_trivial=True)
+    error = (value - recalled) * beta
+    for i in gl.static_range(dim // rows):
+        if i < (dim - in_registers) // rows:
+            memory = held.index(i).load(by_row)
+        else:
+            memory = last_rows
+        left = memory * channel_kept.slice(i * rows, rows).load(of_rows)[:, None]
+        moved = channel_key.slice(i * rows, rows).load(of_rows)[:, None] * error[None, :]
+        gl.store(new + i * rows * dim + square, left + moved)
+    seen = gl.convert_layout(gl.sum(sees, axis=0), of_columns, assert_trivial=True)
+    read = (seen + kq * error) * (dim**-0.5)
     inverse = 1.0 / gl.sqrt(gl.sum(read * read, axis=0) / dim + norm_eps)
     normed = read * inverse * normal * _sigmoid(gate)
     gl.store(out + t * width + h * dim + column, normed.to(out.dtype.element_ty))

@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sidestream.core.ring import RingPlan
 from sidestream.ops.kda import first_use
 from sidestream.ops.kda.torch_impl import L2_EPS
-from sidestream.ops.kda.triton_advance import MOST_TAPS, WARPS, advance
+from sidestream.ops.kda.triton_advance import MOST_REGISTERS, MOST_TAPS, WARPS, advance
 from sidestream.ops.kda.triton_conv import log_decay
 
 
@@ -38,6 +38,7 @@ class Launch:
         columns: of the state that the second kernel works on at once, while the next are on their way; if not ordered.
         overlap: start the second kernel beside the first, where the device can.
         early: start the first kernel while the one before it ends: its weights never change, so it has them by then.
+        in_registers: rows of a state that the ordered kernel keeps there rather than in shared memory: none or 32.
     """
 
     ordered: bool
@@ -45,6 +46,7 @@ class Launch:
     columns: int = 64
     overlap: bool = True
     early: bool = False
+    in_registers: int = 0
 
 
 PLAIN_ROWS = range(2, 9)
@@ -91,7 +93,7 @@ def decode_step(
     hopper = _hopper(projected.device)
     if launch is None:
         fits = hopper and D == 128 and plan.window <= MOST_TAPS
-        launch = _chosen(projected.device, T) if fits else Launch(ordered=False)
+        launch = launch_for(projected.device, T) if fits else Launch(ordered=False)
     overlap, early = launch.overlap and hopper, launch.early and hopper
     first_options: dict[str, bool] = {"launch_pdl": True} if early else {}
     out = torch.empty(T, H * D, dtype=projected.dtype, device=projected.device)
@@ -123,7 +125,7 @@ def decode_step(
     given = (projected, conv_state, state, out, expanded, *memories, *numbers, T * H * D, *constants, overlap)
     options: dict[str, bool] = {"launch_pdl": True} if overlap else {}
     if launch.ordered:
-        advance[(H, T)](*given, num_warps=WARPS, **options)
+        advance[(H, T)](*given, launch.in_registers, num_warps=WARPS, maxnreg=MOST_REGISTERS, **options)
     else:
         _advance[(H, T)](*given, min(launch.columns, D), num_warps=WARPS, **options)
     return out
@@ -132,7 +134,7 @@ def decode_step(
 _PLAIN, _ORDERED = (partial(decode_step, launch=Launch(ordered=ordered)) for ordered in (False, True))
 
 
-def _chosen(device: torch.device, rows: int) -> Launch:
+def launch_for(device: torch.device, rows: int) -> Launch:
     """On Hopper, for heads of 128: the ordered kernel only if it does there what the plain one does, which is asked
     for any number of rows, since a step that is captured cannot."""
     right = first_use.agree("ordered", device, _ORDERED, _PLAIN)

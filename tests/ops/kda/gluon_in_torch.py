@@ -1,8 +1,7 @@
 """Gluon's language in torch, for kernels of KDA's decode step: their own source run on a CPU, a program at a time.
 
 It knows nothing of threads, so it says nothing about barriers or layouts; it does catch wrong places, masks and
-formulas, a state that is used before its copy was waited for, one sent for while its buffer is in use, and what an
-early start reads too soon.
+formulas, a state that is used before its copy was waited for, and what is read too soon of the kernel in front.
 """
 
 from __future__ import annotations
@@ -44,9 +43,6 @@ class Shared:
     def slice(self, start: int, length: int) -> Shared:
         return Shared(self.data[start : start + length])
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared:
-        return Shared(self.data.view(dtype).view(shape))
-
     def store(self, value: torch.Tensor) -> None:
         self.data.copy_(value)
 
@@ -55,20 +51,17 @@ class Shared:
 
 
 class Copies:
-    """Asynchronous copies: each arrives at once, or not before a wait for its group."""
+    """Asynchronous copies: none arrives before a wait for its group."""
 
-    def __init__(self, at_once: bool) -> None:
-        self.at_once, self.open, self.groups = at_once, list[Callable[[], Any]](), deque[list[Callable[[], Any]]]()
+    def __init__(self) -> None:
+        self.open, self.groups = list[Callable[[], Any]](), deque[list[Callable[[], Any]]]()
 
     def async_copy_global_to_shared(self, target: Shared, source: Pointer, mask: torch.Tensor) -> None:
         def copy() -> None:
             target.data.copy_(source.load(mask))
 
-        if self.at_once:
-            copy()
-        else:
-            target.data.fill_(torch.nan)
-            self.open.append(copy)
+        target.data.fill_(torch.nan)
+        self.open.append(copy)
 
     def commit_group(self) -> None:
         self.groups.append(self.open)
@@ -96,16 +89,14 @@ def run(
     arguments: tuple[Any, ...],
     *,
     late: tuple[int, ...],
-    at_once: bool = False,
 ) -> None:
     """One program of a kernel with the functions of its module that it calls.
 
     Args:
         program: its numbers; arguments: of the kernel, tensors of memory as they are.
         late: numbers of the arguments that the kernel in front writes: NaN until it was waited for.
-        at_once: asynchronous copies arrive when they are sent for, else when they are waited for.
     """
-    copies = Copies(at_once)
+    copies = Copies()
     coming = {at: arguments[at].clone() for at in late}
     for at in late:
         arguments[at].fill_(torch.nan)
@@ -124,12 +115,8 @@ def run(
         where=lambda mask, x, y: torch.where(mask, torch.as_tensor(x), torch.as_tensor(y)),
         convert_layout=lambda x, layout, assert_trivial: x,
         constexpr=None,
-        num_warps=lambda: 4,
         static_range=range,
-        **dict.fromkeys(
-            ("BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "SliceLayout", "SwizzledSharedLayout"),
-            layout,
-        ),
+        **dict.fromkeys(("BlockedLayout", "SliceLayout", "SwizzledSharedLayout"), layout),
         allocate_shared_memory=lambda dtype, shape, layout: Shared(torch.full(shape, torch.nan, dtype=dtype)),
         arange=lambda first, end, layout: torch.arange(first, end),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
@@ -140,7 +127,6 @@ def run(
         store=_store,
     )
     names: dict[str, Any] = {"gl": gl, "async_copy": copies, "gdc_wait": gdc_wait}
-    names |= {"gdc_launch_dependents": lambda: None, "mma_v2": lambda a, b, sums: sums + a.float() @ b.float()}
     for function in (*helpers, kernel):
         name = function.fn.__name__
         names[name] = types.FunctionType(function.fn.__code__, names, name)

@@ -32,7 +32,7 @@ def check(case: dict[str, Any], mine: dict[str, Any], out: torch.Tensor) -> None
     assert torch.equal(owned(mine["conv_state"], length=length), owned(case["conv_state"], length=length))
 
 
-def arguments(mine: dict[str, Any], bounded: bool) -> tuple[Any, ...]:
+def arguments(mine: dict[str, Any], bounded: bool, in_registers: int) -> tuple[Any, ...]:
     """As the kernel takes them."""
     weight, plan, state, rows = mine["conv_weight"], mine["plan"], mine["state"], mine["projected"].shape[0]
     low = mine["projected"][:, 3 * HEADS * DIM : 3 * HEADS * DIM + 2 * DIM].view(rows, 2, DIM).transpose(0, 1)
@@ -42,14 +42,15 @@ def arguments(mine: dict[str, Any], bounded: bool) -> tuple[Any, ...]:
     memories += tuple(mine[name] for name in ("dt_bias", "A_log", "norm_weight", "slots", "start"))
     numbers = (mine["lower_bound"] or 0.0, mine["norm_eps"], mine["projected"].stride(0), *weight.stride())
     sizes = (rows * HEADS * DIM, HEADS, L2_EPS, state.shape[1], DIM, plan.window, plan.length)
-    return (*memories, *numbers, *sizes, bounded, True)
+    return (*memories, *numbers, *sizes, bounded, True, in_registers)
 
 
 @KINDS
-def test_a_step_equals_the_formula(versions: int, rollback: int, bounded: bool) -> None:
+@pytest.mark.parametrize("in_registers", [0, 32])
+def test_a_step_equals_the_formula(versions: int, rollback: int, bounded: bool, in_registers: int) -> None:
     case = case_of(6, versions, rollback, bounded)
     mine = map_tensors(case, torch.clone)
-    given = arguments(mine, bounded)
+    given = arguments(mine, bounded, in_registers)
     for program in ((h, t) for h in range(HEADS) for t in range(6)):
         run(triton_advance.advance, (triton_advance._sigmoid,), program, given, late=(4,))
     check(case, mine, given[3])

@@ -77,7 +77,7 @@ def test_which_kernels_a_step_takes_on_hopper(right: bool, monkeypatch: pytest.M
     asked: list[str] = []
     monkeypatch.setattr(triton_decode.first_use, "agree", lambda name, *_: asked.append(name) or right)
     sizes = (1, 2, 8, 9, 16, 17, 256)
-    chosen = {rows: triton_decode._chosen(torch.device("cuda"), rows) for rows in sizes}
+    chosen = {rows: triton_decode.launch_for(torch.device("cuda"), rows) for rows in sizes}
     assert asked == ["ordered"] * len(sizes)
     assert [rows for rows in sizes if chosen[rows].ordered] == ([1, 9, 16, 17, 256] if right else [])
     assert [rows for rows in sizes if chosen[rows].early] == ([1, 9, 16] if right else [])
