@@ -25,19 +25,22 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 _LOG2_E = 1.4426950408889634
 _PROGRAMS = 132
 """Programs that run at once: one a multiprocessor of an H100 or H200, two with blocks of 16 heads."""
-_START, _MERGE, _MERGE_RUN = 160, 128, 0.75
-"""Costs in rows of one program, 32 of which take a microsecond: to start one (queries, first gathers), the merge's
-launch, and its traffic a run of 64 heads."""
-_FEW_BLOCKS = 16
+_START, _MERGE, _MERGE_RUN = 280, 64, 0.5
+"""Costs in rows of one program, 28 of which take a microsecond: to start one (queries, first gathers), the merge's
+launch, and its traffic a run of 64 heads. Measured: 64 rows take 2.1 us in bf16 and 2.6 in mxfp8, a program 10 more in
+each wave, a merge of 128 runs adds 2 to a call of 8 tokens, 3.5 to 32 and 6 to 64."""
+_FEW_BLOCKS = 5
 """Blocks of 64 heads with rows named one by one, below which the plain kernel wins: a program with roles takes longer
-to start, and each has a few tiles only."""
+to start, and each has one tile only."""
+_SHORT_TILES = 2
+"""Tiles of 64 rows a run, up to which tiles of 32 win with roles: more of them are under way when a program starts."""
 _MERGED = (4, 16, 64, 128)
 """Runs that a merge is compiled for: few, so that steps of any size find theirs compiled."""
-_GROUPS = (4, 16, 32)
+_GROUPS = (4, 16, 33)
 """Runs that a thread reads at once, likewise."""
-_ROLES_ROWS, _AHEAD, _IN_THREADS, _EARLY, _CHAINED = 64, False, False, False, False
-"""What tables choose of ``Launch``: with roles ``block_n`` (64 or 32) and ``ahead``, for all ``in_threads`` and
-``chained``, without roles ``early``. 32 and True are off until they are timed."""
+_AHEAD, _CHAINED, _EARLY, _FENCED = False, False, False, True
+"""What tables choose of ``Launch`` for all: with roles ``ahead``, ``fenced`` and, before a merge in threads, ``early``.
+The first two and no fence are off until they are timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class Launch:
         chained: a call starts while the kernel before it ends, which must be one that waits for those before, and lets
             the one behind it do so (after a merge ``in_threads``).
         in_threads: runs are merged by ``triton_merge``, which exchanges nothing between threads.
+        fenced: with roles and packed rows, who unpacks them orders them before products too, not their reader alone.
     """
 
     splits: int
@@ -66,11 +70,12 @@ class Launch:
     in_threads: bool = False
     early: bool = False
     chained: bool = False
+    fenced: bool = True
 
 
 @lru_cache(maxsize=4096)
 def splits_for(
-    blocks: int, tiles: int, block_n: int, limit: int, *, programs: int = _PROGRAMS, run_cost: float = 0.75
+    blocks: int, tiles: int, block_n: int, limit: int, *, programs: int = _PROGRAMS, run_cost: float = _MERGE_RUN
 ) -> int:
     """Runs a token: the cheapest number by whole waves of programs, from shapes alone (the padded row count).
 
@@ -103,7 +108,7 @@ def choose_launch(
     block_h = 16 if one and not (layout.tile and across > 32) else min(64, max(16, triton.next_power_of_2(across)))
     roles = roles_support(layout) and block_h > 16 and not few
     if roles:
-        block_h, block_n, stages, warps, parted = 64, _ROLES_ROWS, 1, 8, False
+        block_h, block_n, stages, warps, parted = 64, 64, 1, 8, False
     elif block_h < 64:
         block_n, stages, warps, parted = 32, 5, 4 if block_h == 16 else 8, False
     elif layout.tile:
@@ -112,15 +117,19 @@ def choose_launch(
         block_n, stages, warps, parted = (32, 5, 8, True) if layout.rope_dim else (64, 3, 8, True)
     blocks = -(-across // block_h) * (1 if in_line else tokens)
     programs = 2 * _PROGRAMS if block_h == 16 else _PROGRAMS
-    cut = 64 if roles else block_n
-    run_cost = _MERGE_RUN * block_h / 64
-    splits = splits_for(blocks, -(-places // cut), cut, limit, programs=programs, run_cost=run_cost)
+    tiles = -(-places // block_n)
+    splits = splits_for(blocks, tiles, block_n, limit, programs=programs, run_cost=_MERGE_RUN * block_h / 64)
+    if roles and not paged and splits > 1 and (layout.name == "fp8_ds_mla" or -(-tiles // splits) <= _SHORT_TILES):
+        block_n = 32
+    # Few merges end sooner spread over threads, and more runs than a group take another turn.
+    in_threads = tokens * heads > 64 and 1 < splits <= _GROUPS[-1]
     how = {
         "roles": roles,
         "ahead": roles and _AHEAD,
-        "in_threads": _IN_THREADS,
-        "early": roles or _EARLY,
+        "in_threads": in_threads,
+        "early": roles and (_EARLY or not in_threads),
         "chained": _CHAINED,
+        "fenced": _FENCED,
     }
     return Launch(splits, block_h, block_n, stages, warps, parted, **how)
 
@@ -213,6 +222,7 @@ def run(
 
         words = (q, pool.view(torch.int32) if layout.tile else pool, *arguments[2:])
         kinds |= {"causal": causal, "block_n": launch.block_n, "ahead": launch.ahead and not causal}
+        kinds["fenced"] = launch.fenced or not layout.tile
         triton_roles.attend_roles[grid](*words, *numbers, *chunk, **kinds, **behind, num_warps=triton_roles.WARPS)
     else:
         attend[grid](

@@ -216,6 +216,7 @@ def attend_roles(
     pdl: gl.constexpr,
     early: gl.constexpr,
     chained: gl.constexpr,
+    fenced: gl.constexpr,
 ):
     """One run of rows for 64 query rows: ``triton_attend.attend`` with the same arguments, for eight warps and the
     eight it adds.
@@ -223,7 +224,7 @@ def attend_roles(
     Plain rows must be bf16. ``values`` of quantised pools are int32 words; ``row_elems`` counts bytes then. ``latent``
     is 512, ``rope`` 0 or 64, ``block_n`` 64 or 32: smaller tiles wait for each other less often, and read queries from
     shared memory twice as often. ``ahead``, not for chunks: scores of the next tile are on their way while weights of
-    one are made.
+    one are made. ``fenced``: as ``gather_quantised`` says.
     """
     shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, latent], gl.bfloat16)
     shared_short: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
@@ -292,7 +293,7 @@ def attend_roles(
         block = (first, known, heads, splits, chunk_start)
         weigh_kinds: gl.constexpr = (latent, rope, block_n)
         score_kinds: gl.constexpr = (rope, causal, block_n, ahead)
-        gather_kinds: gl.constexpr = (latent, rope, row_elems, rope_elems, tile, mx, paged, block_n)
+        gather_kinds: gl.constexpr = (latent, rope, row_elems, rope_elems, tile, mx, paged, block_n, fenced)
         registers: gl.constexpr = _QUANTISED_REGISTERS if tile > 0 else _PLAIN_REGISTERS
         gl.warp_specialize(
             [

@@ -295,6 +295,7 @@ def run(
     splits: int,
     block_n: int = 64,
     ahead: bool = False,
+    fenced: bool = True,
     block_size: int = 0,
     chunk_start: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -329,6 +330,7 @@ def run(
                     True,
                     False,
                     False,
+                    fenced,
                 ),
             )
     return out, lse

@@ -136,3 +136,47 @@ def test_one_token_of_packed_rows_is_unpacked_once_for_all_heads() -> None:
         launch = triton_launch.choose_launch(1, 64, 2048, layout_of(name, p, 512), 33)
         assert (launch.block_h, launch.block_n, launch.splits, launch.parted) == (64, 64, 32, True)
         assert triton_launch.choose_launch(1, 8, 2048, layout_of(name, p, 512), 33).block_h == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "width", "tokens", "want"),
+    [
+        ("mxfp8", 0, 2048, 1, (32, 64, False, False)),
+        ("bf16", 0, 2048, 1, (32, 32, False, False)),
+        ("mxfp8", 0, 2048, 4, (32, 64, False, True)),
+        ("mxfp8", 0, 2051, 4, (33, 64, False, True)),
+        ("mxfp8", 0, 2048, 8, (16, 32, True, True)),
+        ("bf16", 0, 2048, 8, (16, 32, True, True)),
+        ("fp8_ds_mla", 64, 2048, 8, (16, 32, True, True)),
+        ("mxfp8", 0, 2051, 8, (11, 64, True, True)),
+        ("bf16", 0, 2048, 16, (8, 64, True, True)),
+        ("fp8_ds_mla", 64, 2048, 32, (4, 32, True, True)),
+        ("mxfp8", 0, 2048, 64, (2, 64, True, True)),
+        ("fp8_ds_mla", 64, 2048, 64, (2, 32, True, True)),
+        ("fp8_ds_mla", 64, 2048, 128, (1, 64, True, False)),
+        ("bf16", 0, 2048, 2048, (1, 64, True, False)),
+    ],
+)
+def test_tables_choose_what_was_fastest_on_a_hopper_gpu(
+    name: str,
+    p: int,
+    width: int,
+    tokens: int,
+    want: tuple[int, int, bool, bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """(runs, rows a tile, roles, merge in threads) of 64 heads, as measured, and between what was measured."""
+    monkeypatch.setattr(triton_launch, "roles_support", lambda layout: True)
+    choose = triton_launch.choose_launch.__wrapped__
+    launch = choose(tokens, 64, width, layout_of(name, p, 512), triton_impl.MAX_SPLITS)
+    assert (launch.splits, launch.block_n, launch.roles, launch.in_threads) == want
+
+
+def test_a_few_long_contexts_have_more_runs_than_threads_merge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_launch, "roles_support", lambda layout: True)
+    choose, layout = triton_launch.choose_launch.__wrapped__, layout_of("bf16", 64, 512)
+    found = [choose(rows, 32, 131_072, layout, 128, paged=True) for rows in (1, 8)]
+    assert [(one.splits, one.in_threads, one.early, one.block_n) for one in found] == [
+        (128, False, True, 64),
+        (16, True, False, 64),
+    ]
