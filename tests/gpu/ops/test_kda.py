@@ -56,6 +56,28 @@ def test_decode_step_equals_the_formula(rows: int, heads: int, dim: int, dtype: 
         assert torch.equal(owned(mine["conv_state"].cpu(), length=length), owned(case["conv_state"], length=length))
 
 
+@pytest.mark.parametrize("in_registers", [0, 32])
+@pytest.mark.parametrize("rows", [1, 4, 21])
+def test_an_ordered_step_equals_the_formula(rows: int, in_registers: int) -> None:
+    """Whether the dispatcher uses it or not; five times the same bits."""
+    launch = triton_decode.Launch(ordered=True, early=True, in_registers=in_registers)
+    for versions, rollback, bounded in ((1, 0, True), (3, 2, False)):
+        choice = {"padding": rows // 4, "versions": versions, "rollback": rollback, "bounded": bounded}
+        case = decode_step_case(rows, HEADS, DIM, dtype=torch.bfloat16, **choice)
+        results = []
+        for _ in range(5):
+            mine = to_gpu(case)
+            results.append((triton_decode.decode_step(**mine, launch=launch), mine["state"], mine["conv_state"]))
+        got, state, ring = (tensor.cpu() for tensor in results[0])
+        assert all(torch.equal(got, other[0].cpu()) for other in results[1:])
+        assert all(torch.equal(owned(state), owned(other[1].cpu())) for other in results[1:])
+        want = reference.decode_step(**case)
+        torch.testing.assert_close(got, want, rtol=BF16_STEPS, atol=BF16_STEPS)
+        torch.testing.assert_close(owned(state), owned(case["state"]), rtol=BF16_STEPS, atol=BF16_STEPS)
+        length = case["plan"].length
+        assert torch.equal(owned(ring, length=length), owned(case["conv_state"], length=length))
+
+
 @pytest.mark.parametrize("rows", [1, 4, 64])
 def test_decode_step_gives_the_same_bits_every_time(rows: int) -> None:
     case = to_gpu(decode_step_case(rows, HEADS, DIM, padding=rows // 4, dtype=torch.bfloat16))
