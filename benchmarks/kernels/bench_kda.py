@@ -55,6 +55,7 @@ WORST = 0.02
 SWEEP = [
     *(Launch(True, early=early, in_registers=kept) for early in (False, True) for kept in (0, 32)),
     Launch(True, rows=64, in_registers=32),
+    Launch(True, early=True, overlap=False),
     *(Launch(False, early=early) for early in (False, True)),
 ]
 CHUNKS = [
