@@ -53,8 +53,8 @@ WORST = 0.02
 """Relative error in norm: bf16 results against fp32 ones."""
 
 SWEEP = [
-    *(Launch(True, early=early, in_registers=kept) for early in (False, True) for kept in (0, 32)),
-    Launch(True, rows=64, in_registers=32),
+    *(Launch(True, early=early, in_registers=kept) for early in (False, True) for kept in (False, True)),
+    Launch(True, rows=64, in_registers=True),
     Launch(True, early=True, overlap=False),
     *(Launch(False, early=early) for early in (False, True)),
 ]

@@ -63,8 +63,9 @@ def advance(
     """As ``triton_decode``'s kernel, for four warps, ``dim`` 128 and up to four taps. The low-rank products stand in
     ``expanded`` [2, rows, heads * dim]; nothing else that an earlier kernel of the step writes is read before
     ``gdc_wait``, except what came before both. The convolution ring has ``length`` rows a slot: the token at position
-    p is in row ``p % length``. ``in_registers``: how many of the state's last rows are, none or 32."""
+    p is in row ``p % length``. ``in_registers``: the state's last 32 rows are."""
     rows: gl.constexpr = 32
+    copied: gl.constexpr = dim - rows if in_registers else dim
     by_row: gl.constexpr = gl.BlockedLayout([8, 4], [1, 32], [4, 1], [1, 0])
     by_warp: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     of_rows: gl.constexpr = gl.SliceLayout(1, by_row)
@@ -85,12 +86,12 @@ def advance(
     row = gl.arange(0, rows, layout=of_rows)
     square = row[:, None] * dim + column[None, :]
     known = (row < gl.where(position > 0, rows, 0))[:, None]  # a fresh sequence starts from zeros
-    held = gl.allocate_shared_memory(gl.float32, [(dim - in_registers) // rows, rows, dim], plain)
-    for i in gl.static_range((dim - in_registers) // rows):
+    held = gl.allocate_shared_memory(gl.float32, [copied // rows, rows, dim], plain)
+    for i in gl.static_range(copied // rows):
         async_copy.async_copy_global_to_shared(held.index(i), old + i * rows * dim + square, mask=known)
     async_copy.commit_group()
     if in_registers:
-        last_rows = gl.load(old + (dim - rows) * dim + square, mask=known, other=0.0)
+        last_rows = gl.load(old + copied * dim + square, mask=known, other=0.0)
     gl.thread_barrier()  # or ptxas sends for the state when the convolution is done
 
     # kinds: query, key, value, and a fourth that is nothing
@@ -157,7 +158,7 @@ def advance(
     recalls = gl.zeros([4, dim], gl.float32, by_warp)
     sees = gl.zeros([4, dim], gl.float32, by_warp)
     for i in gl.static_range(dim // rows):
-        if i < (dim - in_registers) // rows:
+        if i < copied // rows:
             memory = held.index(i).load(by_row)
         else:
             memory = last_rows
@@ -168,7 +169,7 @@ def advance(
     recalled = gl.convert_layout(gl.sum(recalls, axis=0), of_columns, assert_trivial=True)
     error = (value - recalled) * beta
     for i in gl.static_range(dim // rows):
-        if i < (dim - in_registers) // rows:
+        if i < copied // rows:
             memory = held.index(i).load(by_row)
         else:
             memory = last_rows

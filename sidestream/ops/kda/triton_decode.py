@@ -38,7 +38,7 @@ class Launch:
         columns: of the state that the second kernel works on at once, while the next are on their way; if not ordered.
         overlap: start the second kernel beside the first, where the device can.
         early: start the first kernel while the one before it ends: its weights never change, so it has them by then.
-        in_registers: rows of a state that the ordered kernel keeps there rather than in shared memory: none or 32.
+        in_registers: the ordered kernel keeps a quarter of each state there, the rest in shared memory.
     """
 
     ordered: bool
@@ -46,7 +46,7 @@ class Launch:
     columns: int = 64
     overlap: bool = True
     early: bool = False
-    in_registers: int = 0
+    in_registers: bool = False
 
 
 PLAIN_ROWS = range(2, 9)

@@ -32,7 +32,7 @@ def check(case: dict[str, Any], mine: dict[str, Any], out: torch.Tensor) -> None
     assert torch.equal(owned(mine["conv_state"], length=length), owned(case["conv_state"], length=length))
 
 
-def arguments(mine: dict[str, Any], bounded: bool, in_registers: int) -> tuple[Any, ...]:
+def arguments(mine: dict[str, Any], bounded: bool, in_registers: bool) -> tuple[Any, ...]:
     """As the kernel takes them."""
     weight, plan, state, rows = mine["conv_weight"], mine["plan"], mine["state"], mine["projected"].shape[0]
     low = mine["projected"][:, 3 * HEADS * DIM : 3 * HEADS * DIM + 2 * DIM].view(rows, 2, DIM).transpose(0, 1)
@@ -46,8 +46,8 @@ def arguments(mine: dict[str, Any], bounded: bool, in_registers: int) -> tuple[A
 
 
 @KINDS
-@pytest.mark.parametrize("in_registers", [0, 32])
-def test_a_step_equals_the_formula(versions: int, rollback: int, bounded: bool, in_registers: int) -> None:
+@pytest.mark.parametrize("in_registers", [False, True])
+def test_a_step_equals_the_formula(versions: int, rollback: int, bounded: bool, in_registers: bool) -> None:
     case = case_of(6, versions, rollback, bounded)
     mine = map_tensors(case, torch.clone)
     given = arguments(mine, bounded, in_registers)
