@@ -38,9 +38,9 @@ _MERGED = (4, 16, 64, 128)
 """Runs that a merge is compiled for: few, so that steps of any size find theirs compiled."""
 _GROUPS = (4, 16, 33)
 """Runs that a thread reads at once, likewise."""
-_AHEAD, _CHAINED, _EARLY, _FENCED = False, False, False, True
-"""What tables choose of ``Launch`` for all: with roles ``ahead``, ``fenced`` and, before a merge in threads, ``early``.
-The first two and no fence are off until they are timed."""
+_AHEAD, _AHEAD_LONG, _CHAINED, _FENCED = False, False, False, True
+"""What tables choose of ``Launch``: ``ahead`` for rows named one by one where tiles of 32 rows win without it, and for
+longer runs, whose tiles have 32 rows then; ``chained`` and ``fenced`` for all. Not yet timed: the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +119,17 @@ def choose_launch(
     programs = 2 * _PROGRAMS if block_h == 16 else _PROGRAMS
     tiles = -(-places // block_n)
     splits = splits_for(blocks, tiles, block_n, limit, programs=programs, run_cost=_MERGE_RUN * block_h / 64)
-    if roles and not paged and splits > 1 and (layout.name == "fp8_ds_mla" or -(-tiles // splits) <= _SHORT_TILES):
+    short = splits > 1 and (layout.name == "fp8_ds_mla" or -(-tiles // splits) <= _SHORT_TILES)
+    ahead = roles and not paged and (_AHEAD if short else _AHEAD_LONG)
+    if roles and not paged and (short or ahead):
         block_n = 32
     # Few merges end sooner spread over threads, and more runs than a group take another turn.
     in_threads = tokens * heads > 64 and 1 < splits <= _GROUPS[-1]
     how = {
         "roles": roles,
-        "ahead": roles and _AHEAD,
+        "ahead": ahead,
         "in_threads": in_threads,
-        "early": roles and (_EARLY or not in_threads),
+        "early": roles and not in_threads,
         "chained": _CHAINED,
         "fenced": _FENCED,
     }
