@@ -30,7 +30,7 @@ from sidestream.core.batch import Split
 from sidestream.core.ring import plan_ring
 from sidestream.ops.kda import mixed_step, reference, torch_chunked, torch_impl, triton_chunked, triton_conv
 from sidestream.ops.kda.torch_impl import ForgetGate
-from sidestream.ops.kda.triton_decode import Launch, decode_step
+from sidestream.ops.kda.triton_decode import EARLY_ROWS, Launch, decode_step
 from sidestream.ops.kda.triton_decode import launch_for as decode_launch
 from sidestream.ops.linear import linear, triton_linear
 from sidestream.ops.linear.launches import launch_for
@@ -52,12 +52,14 @@ L2_BYTES = 100e6
 WORST = 0.02
 """Relative error in norm: bf16 results against fp32 ones."""
 
-SWEEP = [
-    *(Launch(True, early=early, in_registers=kept) for early in (False, True) for kept in (False, True)),
-    Launch(True, rows=64, in_registers=True),
+FEW = [
+    *(Launch(True, early=True, releases=late, in_registers=kept) for late in (False, True) for kept in (False, True)),
     Launch(True, early=True, overlap=False),
-    *(Launch(False, early=early) for early in (False, True)),
+    Launch(False),
+    *(Launch(False, early=True, releases=late) for late in (False, True)),
 ]
+MANY = [Launch(True, rows=rows, in_registers=kept) for rows in (16, 64) for kept in (False, True)]
+"""Launches of decode steps of up to ``EARLY_ROWS`` rows, and of more."""
 CHUNKS = [
     triton_chunked.Launch(),
     triton_chunked.Launch(blocks=False),
@@ -234,13 +236,14 @@ def time_decodes(
         floor = state_bytes / BYTES_PER_S * 1e6
         count = min(CALLS, max(2, int(L2_BYTES // (state_bytes // 2)) + 1))
         sets, times = [arguments(rows, seed=i) for i in range(count)], {}
-        for launch in launches:
+        tried = [launch for launch in launches if launch in (FEW if rows <= EARLY_ROWS else MANY)]
+        for launch in tried:
             if time.monotonic() > until:
                 print(f"out of time: {launch} not timed at batch {rows}")
             else:
                 times[str(launch)] = timed(lambda made, launch=launch: decode_step(**made, launch=launch), sets)
         parts = {"states scaled in place": timed(scale_states, sets)}
-        in_layer = time_in_layer(launches, sets) if rows in IN_LAYER and time.monotonic() < until else {}
+        in_layer = time_in_layer(tried, sets) if rows in IN_LAYER and time.monotonic() < until else {}
         chosen = times.get(str(decode_launch(torch.device("cuda"), rows)))
         results["shapes"][rows] = {"floor_us": floor, "bar_us": BARS.get(rows), "us": times, "parts_us": parts}
         results["shapes"][rows]["in_layer_us"] = in_layer
@@ -350,7 +353,7 @@ def main() -> None:
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     results |= {"shapes": {}, "chunked": {}, "convolution": {}}
     launches: list[Launch | triton_chunked.Launch] = []
-    launches += [] if args.only == "prompts" else SWEEP
+    launches += [] if args.only == "prompts" else FEW + MANY
     launches += [] if args.only == "decodes" else CHUNKS
     with ProcessPoolExecutor(min(15, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         found = dict(zip(map(str, launches), pool.map(first_run, launches), strict=True))

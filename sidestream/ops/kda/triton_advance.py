@@ -18,7 +18,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 WARPS = 4
 MOST_TAPS = 4
@@ -58,12 +58,14 @@ def advance(
     length: gl.constexpr,
     bounded: gl.constexpr,
     overlap: gl.constexpr,
+    releases: gl.constexpr,
     in_registers: gl.constexpr,
 ):
     """As ``triton_decode``'s kernel, for four warps, ``dim`` 128 and up to four taps. The low-rank products stand in
     ``expanded`` [2, rows, heads * dim]; nothing else that an earlier kernel of the step writes is read before
     ``gdc_wait``, except what came before both. The convolution ring has ``length`` rows a slot: the token at position
-    p is in row ``p % length``. ``in_registers``: the state's last 32 rows are."""
+    p is in row ``p % length``. ``releases``: the next kernel may start when the state is stored, and must read nothing
+    of this before its wait. ``in_registers``: the state's last 32 rows are."""
     rows: gl.constexpr = 32
     copied: gl.constexpr = dim - rows if in_registers else dim
     by_row: gl.constexpr = gl.BlockedLayout([8, 4], [1, 32], [4, 1], [1, 0])
@@ -176,6 +178,8 @@ def advance(
         left = memory * channel_kept.slice(i * rows, rows).load(of_rows)[:, None]
         moved = channel_key.slice(i * rows, rows).load(of_rows)[:, None] * error[None, :]
         gl.store(new + i * rows * dim + square, left + moved)
+    if releases:
+        gdc_launch_dependents()
     seen = gl.convert_layout(gl.sum(sees, axis=0), of_columns, assert_trivial=True)
     read = (seen + kq * error) * (dim**-0.5)
     inverse = 1.0 / gl.sqrt(gl.sum(read * read, axis=0) / dim + norm_eps)

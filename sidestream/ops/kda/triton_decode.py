@@ -38,6 +38,7 @@ class Launch:
         columns: of the state that the second kernel works on at once, while the next are on their way; if not ordered.
         overlap: start the second kernel beside the first, where the device can.
         early: start the first kernel while the one before it ends: its weights never change, so it has them by then.
+        releases: let the kernel behind the second start while that ends.
         in_registers: the ordered kernel keeps a quarter of each state there, the rest in shared memory.
     """
 
@@ -46,6 +47,7 @@ class Launch:
     columns: int = 64
     overlap: bool = True
     early: bool = False
+    releases: bool = False
     in_registers: bool = False
 
 
@@ -94,7 +96,7 @@ def decode_step(
     if launch is None:
         fits = hopper and D == 128 and plan.window <= MOST_TAPS
         launch = launch_for(projected.device, T) if fits else Launch(ordered=False)
-    overlap, early = launch.overlap and hopper, launch.early and hopper
+    overlap, early, releases = (on and hopper for on in (launch.overlap, launch.early, launch.releases))
     first_options: dict[str, bool] = {"launch_pdl": True} if early else {}
     out = torch.empty(T, H * D, dtype=projected.dtype, device=projected.device)
     memories = (conv_weight, dt_bias, A_log, norm_weight, slots, start)
@@ -122,7 +124,7 @@ def decode_step(
         num_warps=4,
         **first_options,
     )
-    given = (projected, conv_state, state, out, expanded, *memories, *numbers, T * H * D, *constants, overlap)
+    given = (projected, conv_state, state, out, expanded, *memories, *numbers, T * H * D, *constants, overlap, releases)
     options: dict[str, bool] = {"launch_pdl": True} if overlap else {}
     if launch.ordered:
         advance[(H, T)](*given, launch.in_registers, num_warps=WARPS, maxnreg=MOST_REGISTERS, **options)
@@ -231,6 +233,7 @@ def _advance(
     LENGTH: tl.constexpr,
     BOUNDED: tl.constexpr,
     OVERLAP: tl.constexpr,
+    RELEASES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
     """Nothing that an earlier kernel of the step writes is read before ``gdc_wait``, except what came before both."""
@@ -296,6 +299,8 @@ def _advance(
         tl.store(new + i * COLUMNS + tile, memory + k * error[None, :])
         mixed = tl.where(part == i, seen[None, :], mixed)
 
+    if RELEASES:
+        gdc_launch_dependents()
     mixed = tl.reshape(mixed, (D,)) * (D**-0.5)
     inverse = tl.rsqrt(tl.sum(mixed * mixed, axis=0) / D + norm_eps)
     normed = mixed * inverse * tl.load(norm_weight + line).to(tl.float32) * tl.sigmoid(output_gate)

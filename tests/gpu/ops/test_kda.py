@@ -60,7 +60,7 @@ def test_decode_step_equals_the_formula(rows: int, heads: int, dim: int, dtype: 
 @pytest.mark.parametrize("rows", [1, 4, 21])
 def test_an_ordered_step_equals_the_formula(rows: int, in_registers: bool) -> None:
     """Whether the dispatcher uses it or not; five times the same bits."""
-    launch = triton_decode.Launch(ordered=True, early=True, in_registers=in_registers)
+    launch = triton_decode.Launch(ordered=True, early=True, releases=True, in_registers=in_registers)
     for versions, rollback, bounded in ((1, 0, True), (3, 2, False)):
         choice = {"padding": rows // 4, "versions": versions, "rollback": rollback, "bounded": bounded}
         case = decode_step_case(rows, HEADS, DIM, dtype=torch.bfloat16, **choice)

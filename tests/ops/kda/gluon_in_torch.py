@@ -127,6 +127,7 @@ def run(
         store=_store,
     )
     names: dict[str, Any] = {"gl": gl, "async_copy": copies, "gdc_wait": gdc_wait}
+    names["gdc_launch_dependents"] = lambda: None
     for function in (*helpers, kernel):
         name = function.fn.__name__
         names[name] = types.FunctionType(function.fn.__code__, names, name)

@@ -42,7 +42,7 @@ def arguments(mine: dict[str, Any], bounded: bool, in_registers: bool) -> tuple[
     memories += tuple(mine[name] for name in ("dt_bias", "A_log", "norm_weight", "slots", "start"))
     numbers = (mine["lower_bound"] or 0.0, mine["norm_eps"], mine["projected"].stride(0), *weight.stride())
     sizes = (rows * HEADS * DIM, HEADS, L2_EPS, state.shape[1], DIM, plan.window, plan.length)
-    return (*memories, *numbers, *sizes, bounded, True, in_registers)
+    return (*memories, *numbers, *sizes, bounded, True, True, in_registers)
 
 
 @KINDS
