@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -71,30 +70,23 @@ def _tables(
         chunks [N, 3]: first token, tokens, row of the states [slots * versions] that the state behind it goes to as
         well, or -1; sequences [R, 4]: first chunk, chunks, row of the states that is read or -1, row written.
     """
-    length, start, slot = (np.array(x, dtype=np.int64) for x in (lengths, starts, slots))
-    first = np.cumsum(length) - length
-    runs = [
-        (*run, r) for r, sequence in enumerate(zip(starts, lengths, kept, strict=True)) for run in runs_of(*sequence)
-    ]
-    owner = np.array([r for *_, r in runs])
-    begin, tokens = np.array([(at, count) for at, count, *_ in runs], dtype=np.int64).T
-    leaves = np.array([-1 if split is None else row_of(split, versions) for _, _, split, _ in runs], dtype=np.int64)
-    counts = -(-tokens // CHUNK)  # of each run
-    ends = np.cumsum(counts)
-    within = (np.arange(ends[-1]) - np.repeat(ends - counts, counts)) * CHUNK
-    chunks = np.full((ends[-1], 3), -1, dtype=np.int64)
-    chunks[:, 0] = np.repeat(first[owner] + begin, counts) + within
-    chunks[:, 1] = np.minimum(np.repeat(tokens, counts) - within, CHUNK)
-    chunks[ends - 1, 2] = leaves
-    before = np.where(start > 0, slot * versions + start % versions, -1)
-    after = slot * versions + (start + length) % versions
-    own = np.bincount(owner, weights=counts).astype(np.int64)
-    sequences = np.stack([np.cumsum(own) - own, own, before, after], axis=1)
+    entries: list[int] = []  # of chunks; a few hundred numbers, so that plain Python is faster than numpy
+    spans: list[int] = []
+    first = 0
+    for slot, start, length, splits in zip(slots, starts, lengths, kept, strict=True):
+        begun = len(entries) // 3
+        for at, tokens, split in runs_of(start, length, splits):
+            for done in range(0, tokens, CHUNK):
+                entries += (first + at + done, min(tokens - done, CHUNK), -1)
+            if split is not None:
+                entries[-1] = row_of(split, versions)
+        before = slot * versions + start % versions if start > 0 else -1
+        spans += (begun, len(entries) // 3 - begun, before, slot * versions + (start + length) % versions)
+        first += length
     # Sequences first: so both begin at 16 bytes. Kept states go to other slots each time, so no step may wait for this.
-    packed = torch.empty(sequences.size + chunks.size, dtype=torch.int64, pin_memory=device.type == "cuda")
-    np.concatenate((sequences.reshape(-1), chunks.reshape(-1)), out=packed.numpy())
+    packed = torch.tensor(spans + entries, dtype=torch.int64, pin_memory=device.type == "cuda")
     placed = packed.to(device, non_blocking=True)
-    return placed[sequences.size :].view(-1, 3), placed[: sequences.size].view(-1, 4)
+    return placed[len(spans) :].view(-1, 3), placed[: len(spans)].view(-1, 4)
 
 
 def chunked(
