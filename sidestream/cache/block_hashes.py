@@ -19,46 +19,57 @@ def chain_root(*parts: bytes) -> bytes:
 
 
 class BlockHashes:
-    """Hashes of a sequence's full blocks, each over the one before it and its own tokens; grows with the tokens.
+    """Hashes of a sequence's full blocks, each over the one before it and its own tokens; made when they are asked for.
 
     Tokens are below 2**31.
 
+    Args:
+        token_ids: those known so far; read later, so they must not change.
+
     Attributes:
-        hashes: one a full block, in order.
+        hashes: one a full block, in order, as far as they are made.
+        num_full: blocks whose tokens are all known.
     """
 
-    __slots__ = ("_block_size", "_last", "_rest", "hashes")
+    __slots__ = ("_block_size", "_first", "_own", "_root", "_tokens", "hashes", "num_full")
 
     def __init__(self, root: bytes, block_size: int, token_ids: Sequence[int] = ()) -> None:
         self._block_size = block_size
-        self._last = root
-        self._rest: list[int] = []
+        self._root = root
+        self._tokens = token_ids
+        self._own: list[int] | None = None  # the same once they grow
+        self._first = 0  # number of the block that begins with the first of them
         self.hashes: list[bytes] = []
-        self.extend(token_ids)
+        self.num_full = len(token_ids) // block_size
 
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Take tokens that became known."""
-        tokens = [*self._rest, *token_ids] if self._rest else token_ids
-        whole = len(tokens) // self._block_size * self._block_size
-        self._rest = list(tokens[whole:])
-        if not whole:
-            return
-        packed = struct.pack(f"<{len(tokens)}i", *tokens)  # six times as fast as an array
-        last, hashes, size = self._last, self.hashes, self._block_size * TOKEN_BYTES
-        for start in range(0, whole * TOKEN_BYTES, size):
-            last = hashlib.blake2b(last + packed[start : start + size], digest_size=DIGEST_BYTES).digest()
-            hashes.append(last)
-        self._last = last
+    def make(self, count: int) -> list[bytes]:
+        """``hashes``, with those of the first ``count`` blocks made, of ``num_full`` at most."""
+        hashes, size = self.hashes, self._block_size
+        done = len(hashes)
+        if done < count:
+            tokens = self._tokens[(done - self._first) * size : (count - self._first) * size]
+            packed = struct.pack(f"<{len(tokens)}i", *tokens)  # six times as fast as an array
+            last = hashes[-1] if hashes else self._root
+            for start in range(0, len(packed), size * TOKEN_BYTES):
+                piece = packed[start : start + size * TOKEN_BYTES]
+                last = hashlib.blake2b(last + piece, digest_size=DIGEST_BYTES).digest()
+                hashes.append(last)
+        return hashes
 
     def append(self, token_id: int) -> bool:
-        """Take one token; whether it completed a block."""
-        self._rest.append(token_id)
-        if len(self._rest) < self._block_size:
-            return False
-        self.extend(())
-        return True
+        """Take one token that became known; whether it completed a block."""
+        own, done = self._own, len(self.hashes)
+        if own is None or self._first < done:
+            own = self._own = list(self._tokens[(done - self._first) * self._block_size :])
+            self._tokens, self._first = own, done
+        own.append(token_id)
+        full = self._first + len(own) // self._block_size
+        completed = full > self.num_full
+        self.num_full = full
+        return completed
 
 
 def block_hashes(token_ids: Sequence[int], block_size: int, *, salt: bytes = b"") -> list[bytes]:
     """Content hash of each full block of a sequence whose tokens are all known."""
-    return BlockHashes(chain_root(salt), block_size, token_ids).hashes
+    hashes = BlockHashes(chain_root(salt), block_size, token_ids)
+    return hashes.make(hashes.num_full)

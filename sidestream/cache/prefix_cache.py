@@ -12,12 +12,14 @@ thousands of tokens of KV, so it is taken where it promises to be of use:
   That is as good for all prompts, so whoever shares 128 tokens or more takes over more than half of them.
 
 What a planned step computes counts as cached from then on: steps run in order, so whoever is planned later finds it.
+A prompt's part of that is entered by ``publish``, a while later, so that the device need not wait for it. Before that
+it is hashed as far as it goes with others, and a block more.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -58,19 +60,18 @@ class CachedSequence(Producer):
     """An unfinished sequence as the prefix cache sees it.
 
     Attributes:
-        path: its full blocks whose tokens are known.
-        num_published: of them, those that the pool may find, from the front.
+        num_published: blocks of its path that the pool may find, from the front.
+        unnamed: (blocks, slot) of snapshots within its prompt that are kept, and not entered yet.
         pending: (blocks, slot) of snapshots whose last tokens are not known yet.
         generated: where its last snapshot of generated tokens is kept.
     """
 
-    __slots__ = ("generated", "hashes", "num_published", "path", "pending")
+    __slots__ = ("generated", "num_published", "pending", "unnamed")
 
     def __init__(self, hashes: BlockHashes) -> None:
-        super().__init__()
-        self.hashes = hashes
-        self.path: list[PrefixNode] = []
+        super().__init__(hashes)
         self.num_published = 0
+        self.unnamed: list[tuple[int, int]] = []
         self.pending: list[tuple[int, int]] = []
         self.generated: PrefixNode | None = None
 
@@ -104,6 +105,7 @@ class PrefixCache:
         self.snapshots = None if snapshots is None else SnapshotPool(*snapshots, on_evict=self._forget_snapshot)
         self.tree = PrefixTree()
         self.stats = stats
+        self._unpublished: list[tuple[CachedSequence, Sequence[int]]] = []
         self._root = lru_cache(ROOTS)(lambda tenant: chain_root(salt, tenant.encode(errors="surrogatepass")))
         self._snapshot_interval = snapshot_interval
         least = -(-first_guess // block_size)
@@ -116,9 +118,10 @@ class PrefixCache:
         Args:
             salt: sequences of different salts share nothing.
         """
+        self._require_published()
         size = self.blocks.block_size
         sequence = CachedSequence(BlockHashes(self._root(salt), size, token_ids))
-        known = self.tree.extend(sequence.path, sequence.hashes.hashes)
+        known = self.tree.enter(sequence)
         parting = min(known, (num_prompt - 1) // size)
         if parting and self.snapshots is not None:
             sequence.path[parting - 1].wanted = True
@@ -130,6 +133,7 @@ class PrefixCache:
         Args:
             num_known: its tokens.
         """
+        self._require_published()
         path, limit = sequence.path, (num_known - 1) // self.blocks.block_size
         blocks: list[int] = []
         place = 0
@@ -192,22 +196,27 @@ class PrefixCache:
 
     def begin_step(self) -> None:
         """What ``computed`` says from now on is of another step."""
+        self._require_published()
         if self.snapshots is not None:
             self.snapshots.begin_step()
 
     def computed(self, sequence: CachedSequence, end: int, block_ids: Sequence[int], *, decode: bool) -> list[Split]:
-        """A step was planned that computes positions up to ``end``: publish what is known of it.
+        """A step was planned that computes positions up to ``end``. ``publish`` must be called once for all sequences
+        of the step, of which decodes come first, before the cache or its pool are asked for anything else.
 
+        Args:
+            block_ids: of the sequence; those that are there stay as they are until then.
         Returns:
             States that the step must keep, in order; the last may be that of ``end``.
         """
         start, sequence.num_computed = sequence.num_computed, end
-        self.publish(sequence, block_ids)
-        if self.snapshots is None:
-            return []
         size = self.blocks.block_size
         if not decode:
+            self._unpublished.append((sequence, block_ids))
             return self._take(sequence, self._wanted(sequence, start // size, end // size))
+        self._publish(sequence, block_ids)
+        if self.snapshots is None:
+            return []
         if end % size:
             return []
         depth = end // size
@@ -229,25 +238,44 @@ class PrefixCache:
 
     def learn(self, sequence: CachedSequence, token_id: int, block_ids: Sequence[int]) -> None:
         """A generated token became known."""
+        self._require_published()
         if sequence.hashes.append(token_id):
-            self.tree.extend(sequence.path, sequence.hashes.hashes)
-        self.publish(sequence, block_ids)
+            self.tree.extend(sequence, sequence.hashes.num_full)
+        self._publish(sequence, block_ids)
 
-    def publish(self, sequence: CachedSequence, block_ids: Sequence[int]) -> None:
-        """Let others find the full blocks that are computed and known."""
-        full = min(sequence.num_computed // self.blocks.block_size, len(sequence.path))
+    def publish(self) -> None:
+        """Let others find what the step computes of prompts."""
+        for sequence, block_ids in self._unpublished:
+            self._publish(sequence, block_ids)
+        self._unpublished.clear()
+
+    def _require_published(self) -> None:
+        assert not self._unpublished, f"what a step computes of {len(self._unpublished)} prompts is not published"
+
+    def _publish(self, sequence: CachedSequence, block_ids: Sequence[int]) -> None:
+        """Let others find the full blocks that are computed and known, and the states behind them."""
+        full = min(sequence.num_computed // self.blocks.block_size, sequence.hashes.num_full)
         if sequence.num_published >= full:
             return
+        self.tree.extend(sequence, full)
         publish, done = self.blocks.publish, sequence.num_published
         for block, node in zip(block_ids[done:full], sequence.path[done:full], strict=True):
             node.block = publish(block, node.content)
         sequence.num_published = full
+        for depth, slot in sequence.unnamed:
+            assert self.snapshots is not None
+            node = sequence.path[depth - 1]
+            assert node.block is not None, f"a state behind block {depth}, which is not computed"
+            self.snapshots.name(slot, node.content)
+            node.snapshot = slot
+        sequence.unnamed.clear()
         while sequence.pending and sequence.pending[0][0] <= full:
             depth, slot = sequence.pending.pop(0)
             self._attach(sequence, sequence.path[depth - 1], slot)
 
     def lose(self, sequence: CachedSequence) -> None:
         """It does not run any more; what it published stays."""
+        self._require_published()
         sequence.active = False
         sequence.num_computed = sequence.num_published = 0
         sequence.generated = None
@@ -259,7 +287,7 @@ class PrefixCache:
     def close(self, sequence: CachedSequence) -> None:
         """It is finished."""
         self.lose(sequence)
-        self.tree.leave(sequence.path)
+        self.tree.leave(sequence)
 
     def withdraw(self, others: Collection[CachedSequence]) -> None:
         """``open`` was interrupted: make it undone, wherever it was.
@@ -267,11 +295,12 @@ class PrefixCache:
         Args:
             others: all that are open beside that one.
         """
-        self.tree.rebuild([sequence.path for sequence in others])
+        self.tree.rebuild(others)
 
     def check_integrity(self, sequences: Collection[CachedSequence]) -> None:
         """Recount tree and snapshots; an AssertionError names what differs."""
-        self.tree.check_integrity([sequence.path for sequence in sequences])
+        self._require_published()
+        self.tree.check_integrity(sequences)
         for node in self.tree.nodes.values():
             assert self.blocks.lookup(node.content) == node.block, (
                 f"the pool holds {node.content.hex()} in {self.blocks.lookup(node.content)}, the tree in {node.block}"
@@ -302,53 +331,57 @@ class PrefixCache:
         node.snapshot = None
         self.stats.snapshots_evicted += 1
 
-    def _asked(self, sequence: Producer, node: PrefixNode) -> bool:
-        """Somebody will want the state there, for all that is known."""
+    def _asked(self, sequence: Producer, depth: int, *, wanted: bool) -> bool:
+        """Somebody will want the state behind so many blocks, for all that is known."""
         every = self._snapshot_interval
-        return node.wanted or node.depth == sequence.last_full or (every is not None and node.depth % every == 0)
+        return wanted or depth == sequence.last_full or (every is not None and depth % every == 0)
 
     def _wants(self, sequence: Producer, node: PrefixNode) -> bool:
         """This sequence should leave a snapshot there when it comes by."""
         if node.snapshot is not None or self.snapshots is None or not self.snapshots.count:
             return False
-        return node.depth in self._guesses or self._asked(sequence, node)
+        return node.depth in self._guesses or self._asked(sequence, node.depth, wanted=node.wanted)
 
-    def _wanted(self, sequence: CachedSequence, first: int, last: int) -> list[PrefixNode]:
-        """Those of its blocks, numbers ``first`` to ``last - 1``, behind which it should leave a snapshot."""
+    def _wanted(self, sequence: CachedSequence, first: int, last: int) -> dict[int, bool]:
+        """Behind how many of its blocks, more than ``first`` and up to ``last``, it should leave a snapshot, in order;
+        and whether that is a guess."""
         if self.snapshots is None or not self.snapshots.count:
-            return []
+            return {}
         path, every = sequence.path, self._snapshot_interval
-        last = min(last, len(path))
-        depths = {node.depth for node in path[first:last] if node.wanted}
-        depths.update(self._guesses[bisect_right(self._guesses, first) : bisect_right(self._guesses, last)])
+        last = min(last, sequence.hashes.num_full)
+        wanted = {node.depth for node in path[first:last] if node.wanted}
+        depths = wanted.union(self._guesses[bisect_right(self._guesses, first) : bisect_right(self._guesses, last)])
         if first < sequence.last_full <= last:
             depths.add(sequence.last_full)
         if every is not None:
             depths.update(range(first // every * every + every, last + 1, every))
-        return [path[depth - 1] for depth in sorted(depths) if path[depth - 1].snapshot is None]
+        return {
+            depth: not self._asked(sequence, depth, wanted=depth in wanted)
+            for depth in sorted(depths)
+            if depth > len(path) or path[depth - 1].snapshot is None
+        }
 
-    def _take(self, sequence: CachedSequence, wanted: Sequence[PrefixNode]) -> list[Split]:
-        """Slots for the states behind these blocks of a prompt, kept from now on. Where they do not suffice, the first
-        states give way to later ones that somebody will want."""
-        assert self.snapshots is not None
-        taken: list[tuple[PrefixNode, int]] = []
-        for node in wanted:
-            guess = not self._asked(sequence, node)
-            slot = self.snapshots.take(guess=guess)
+    def _take(self, sequence: CachedSequence, wanted: Mapping[int, bool]) -> list[Split]:
+        """Slots for the states behind so many blocks of a prompt, kept from now on. Where they do not suffice, the
+        first states give way to later ones that somebody will want."""
+        pool, path, taken = self.snapshots, sequence.path, sequence.unnamed
+        if pool is None:
+            return []
+        for depth, guess in wanted.items():
+            slot = pool.take(guess=guess)
             if not guess or slot is not None:
                 self._count_taken(slot)
             if slot is None and taken and not guess:
-                first, given = taken.pop(0)
-                first.snapshot = None
-                self.snapshots.drop(given)
-                slot = self.snapshots.take()
+                pool.drop(taken.pop(0)[1])
+                slot = pool.take()
             if slot is not None:
-                assert node.block is not None, f"a state behind block {node.depth}, which is not computed"
-                self.snapshots.keep(slot, node.content, guess=guess)
-                node.snapshot = slot
+                pool.keep(slot, guess=guess)
                 self.stats.snapshots_guessed += guess
-                taken.append((node, slot))
-        return [Split(node.depth * self.blocks.block_size, slot) for node, slot in taken]
+                taken.append((depth, slot))
+        for depth, slot in taken:
+            if depth <= len(path):
+                path[depth - 1].snapshot = slot  # another prompt of the same step may pass there
+        return [Split(depth * self.blocks.block_size, slot) for depth, slot in taken]
 
     def _count_taken(self, slot: int | None) -> None:
         self.stats.snapshots_taken += slot is not None

@@ -1,8 +1,14 @@
-"""A radix view of prefixes: one node a full block, for whatever is cached and for every unfinished sequence."""
+"""A radix view of prefixes: one node a full block, for whatever is cached and for every unfinished sequence.
+
+Where a sequence goes on alone, its blocks have neither nodes nor hashes until they are computed, or another sequence
+comes that far.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+
+from sidestream.cache.block_hashes import BlockHashes
 
 
 class PrefixNode:
@@ -12,14 +18,15 @@ class PrefixNode:
         content: hash of the chain up to here.
         depth: blocks from the start, this one included.
         children: nodes that continue it.
-        ends: unfinished sequences whose last full block this is.
+        ends: unfinished sequences whose path ends here.
         block: where the pool holds it, or None.
         snapshot: slot with the state behind its last token, or None.
         wanted: prefixes part or end here, so a snapshot would be of use to others.
         producer: who said last that it would compute this block.
+        alone: the one sequence that goes on from here with full blocks that have no nodes yet; nobody else does.
     """
 
-    __slots__ = ("block", "children", "content", "depth", "ends", "parent", "producer", "snapshot", "wanted")
+    __slots__ = ("alone", "block", "children", "content", "depth", "ends", "parent", "producer", "snapshot", "wanted")
 
     def __init__(self, content: bytes, parent: PrefixNode | None) -> None:
         self.content = content
@@ -31,20 +38,25 @@ class PrefixNode:
         self.snapshot: int | None = None
         self.wanted = False
         self.producer: Producer | None = None
+        self.alone: Producer | None = None
 
 
 class Producer:
     """A sequence as far as others may wait for what it computes.
 
     Attributes:
+        hashes: of its full blocks whose tokens are known.
+        path: those of them that have nodes, from the front.
         active: it runs, or is about to.
         last_full: blocks that its present prefill fills.
         num_computed: positions that planned steps have computed or will.
     """
 
-    __slots__ = ("active", "last_full", "num_computed")
+    __slots__ = ("active", "hashes", "last_full", "num_computed", "path")
 
-    def __init__(self) -> None:
+    def __init__(self, hashes: BlockHashes) -> None:
+        self.hashes = hashes
+        self.path: list[PrefixNode] = []
         self.last_full = 0
         self.active = False
         self.num_computed = 0
@@ -56,39 +68,69 @@ class PrefixTree:
     def __init__(self) -> None:
         self.nodes: dict[bytes, PrefixNode] = {}
 
-    def extend(self, path: list[PrefixNode], hashes: Sequence[bytes]) -> int:
-        """Walk and complete a sequence's path until it has one node a hash.
+    def enter(self, sequence: Producer) -> int:
+        """Walk a new sequence's path as far as others have it too, and one block further.
 
         Returns:
-            How many nodes of the path there had been before.
+            Blocks of the path that others have.
         """
-        nodes = self.nodes
-        end = node = path[-1] if path else None
-        for content in hashes[len(path) :]:
-            found = nodes.get(content)
-            if found is None:
+        path, hashes, nodes = sequence.path, sequence.hashes, self.nodes
+        node: PrefixNode | None = None
+        while (known := len(path)) < hashes.num_full:
+            if node is not None and node.alone is not None:
+                self._show_next(node)
+            node = nodes.get(hashes.make(known + 1)[known])
+            if node is None:
                 break
-            node = found
             path.append(node)
-        known = len(path)
-        for content in hashes[known:]:  # nothing continues what is not there
-            child = PrefixNode(content, node)
-            if node is not None:
-                node.children += 1
-            nodes[content] = node = child
-            path.append(node)
-        if node is not end:
-            assert node is not None
-            node.ends += 1
-            if end is not None:
-                end.ends -= 1
+        if path:
+            path[-1].ends += 1
+        self.extend(sequence, min(known + 1, hashes.num_full))
         return known
 
-    def leave(self, path: list[PrefixNode]) -> None:
+    def extend(self, sequence: Producer, count: int) -> None:
+        """Complete a sequence's path up to ``count`` of its full blocks."""
+        path, nodes, known = sequence.path, self.nodes, len(sequence.path)
+        if known >= count:
+            return
+        node = path[-1] if path else None
+        if node is not None:
+            node.ends -= 1
+        for content in sequence.hashes.make(count)[known:count]:
+            if node is not None and node.alone is not None:
+                if node.alone is sequence:
+                    node.alone = None
+                else:
+                    self._show_next(node)
+            child = nodes.get(content)
+            if child is None:
+                child = PrefixNode(content, node)
+                if sequence.active:
+                    child.producer = sequence
+                if node is not None:
+                    node.children += 1
+                nodes[content] = child
+            path.append(child)
+            node = child
+        assert node is not None
+        node.ends += 1
+        if count < sequence.hashes.num_full:
+            node.alone = sequence
+
+    def _show_next(self, node: PrefixNode) -> None:
+        """Another sequence comes by: the next block of the one that goes on from here alone gets its node."""
+        sequence, node.alone = node.alone, None
+        if sequence is not None:
+            self.extend(sequence, node.depth + 1)
+
+    def leave(self, sequence: Producer) -> None:
         """A sequence is done with its path, which is empty afterwards."""
+        path = sequence.path
         if path:
             end = path[-1]
             path.clear()
+            if end.alone is sequence:
+                end.alone = None
             end.ends -= 1
             self.prune(end)
 
@@ -102,17 +144,21 @@ class PrefixTree:
             if current is not None:
                 current.children -= 1
 
-    def rebuild(self, paths: Iterable[Sequence[PrefixNode]]) -> None:
-        """Count anew what keeps each node, and forget what nothing keeps: ``extend`` was interrupted somewhere.
+    def rebuild(self, sequences: Iterable[Producer]) -> None:
+        """Count anew what keeps each node, and forget what nothing keeps: ``enter`` was interrupted somewhere.
 
         Args:
-            paths: of all unfinished sequences.
+            sequences: all unfinished ones.
         """
         for node in self.nodes.values():
             node.children = node.ends = 0
-        for path in paths:
-            if path:
-                path[-1].ends += 1
+            node.alone = None
+        for sequence in sequences:
+            if sequence.path:
+                end = sequence.path[-1]
+                end.ends += 1
+                if end.depth < sequence.hashes.num_full:
+                    end.alone = sequence
         kept: dict[bytes, PrefixNode] = {}
         for node in self.nodes.values():
             current: PrefixNode | None = node if node.ends or node.block is not None else None
@@ -124,8 +170,8 @@ class PrefixTree:
                 node.parent.children += 1
         self.nodes = kept
 
-    def check_integrity(self, paths: Iterable[Sequence[PrefixNode]]) -> None:
-        """Recount what keeps each node, given the paths of all unfinished sequences.
+    def check_integrity(self, sequences: Iterable[Producer]) -> None:
+        """Recount what keeps each node, given all unfinished sequences.
 
         Raises:
             AssertionError: with the node that differs.
@@ -136,16 +182,24 @@ class PrefixTree:
             if node.parent is not None:
                 assert self.nodes.get(node.parent.content) is node.parent, f"node {node.content.hex()} hangs in the air"
                 children[node.parent.content] = children.get(node.parent.content, 0) + 1
-        for path in paths:
+        alone: dict[bytes, Producer] = {}
+        for sequence in sequences:
+            path, full = sequence.path, sequence.hashes.num_full
             for place, node in enumerate(path):
                 assert self.nodes.get(node.content) is node, f"a path holds {node.content.hex()}, the tree does not"
                 assert node.depth == place + 1, f"block {place + 1} of a path has depth {node.depth}"
             if path:
                 ends[path[-1].content] = ends.get(path[-1].content, 0) + 1
+            if len(path) < full:
+                assert path, f"a sequence of {full} full blocks has no node"
+                assert path[-1].content not in alone, f"two sequences go on alone behind {path[-1].content.hex()}"
+                alone[path[-1].content] = sequence
         for content, node in self.nodes.items():
             counted = children.get(content, 0), ends.get(content, 0)
             assert (node.children, node.ends) == counted, (
                 f"node {content.hex()} counts {node.children} children and {node.ends} ends, there are {counted}"
             )
+            assert node.alone is alone.get(content), f"the wrong sequence goes on alone behind {content.hex()}"
+            assert not (node.alone and node.children), f"one goes on alone behind {content.hex()}, where others do too"
             assert node.block is not None or any(counted), f"nothing keeps node {content.hex()}"
             assert node.block is not None or node.snapshot is None, f"snapshot {node.snapshot} has lost its block"

@@ -64,10 +64,15 @@ class SnapshotPool:
             self._written.add(slot)
         return slot
 
-    def keep(self, slot: int, content: bytes, *, guess: bool = False) -> None:
-        """Keep a taken slot until it is evicted or dropped."""
+    def keep(self, slot: int, content: bytes = b"", *, guess: bool = False) -> None:
+        """Keep a taken slot until it is evicted or dropped. Content without a hash yet is to be named before another
+        step begins: until then the slot is not evicted."""
         self._taken.remove(slot)
         (self._guesses if guess else self._proven)[slot] = content
+
+    def name(self, slot: int, content: bytes) -> None:
+        """What a kept slot holds."""
+        (self._guesses if slot in self._guesses else self._proven)[slot] = content
 
     def touch(self, slot: int) -> None:
         """A kept snapshot was used: it is proven, and the most recently used one."""

@@ -157,6 +157,11 @@ class Prefixes:
         last = splits.pop() if splits and splits[-1].position == end else None
         return tuple(splits), [] if last is None else [SlotCopy(sequence.slot, last.slot)]
 
+    def publish(self) -> None:
+        """Let others find what the last planned step computes."""
+        if self._cache is not None:
+            self._cache.publish()
+
     def learn(self, sequence: Sequence, token_id: int) -> None:
         """A token of it was committed."""
         if self._cache is not None and sequence.prefix is not None:

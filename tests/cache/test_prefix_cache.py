@@ -48,14 +48,22 @@ class Both:
     """Does everything twice, and compares all that can be seen."""
 
     def __init__(
-        self, rng: random.Random, *, blocks: int, snapshots: int | None, every: int | None, guess: int
+        self,
+        rng: random.Random,
+        *,
+        blocks: int,
+        snapshots: int | None,
+        every: int | None,
+        guess: int,
+        together: int = 1,
     ) -> None:
         self.rng = rng
+        self.together = together
         self.real = make_cache(blocks + 1, snapshots=snapshots, every=every, guess=guess)
         self.plain = PlainPrefixCache(blocks, SIZE, snapshots=snapshots, every=every, guess=guess)
         self.pairs: list[Pair] = []
         self.strangers: list[tuple[list[int], list[PlainBlock]]] = []
-        self.hits = self.waits = 0
+        self.hits = self.waits = self.shared_steps = 0
         self.stems = [[rng.randrange(3) for _ in range(14)] for _ in range(3)]
 
     def submit(self) -> None:
@@ -82,7 +90,11 @@ class Both:
             pair.blocks, pair.running = list(hit.blocks), True
 
     def compute(self) -> None:
-        for pair in self.pick(running=True):
+        """A step of one sequence, or more where they go together, decodes first."""
+        chunks: list[tuple[Pair, int, bool]] = []
+        running = [pair for pair in self.pairs if pair.running]
+        count = self.rng.randint(1, self.together) if self.together > 1 else 1
+        for pair in self.rng.sample(running, min(count, len(running))):
             start, known = pair.plain.computed, len(pair.plain.tokens)
             decode = start >= pair.plain.target
             if decode and (start >= known + len(pair.unread) or len(pair.unread) == 2):
@@ -91,14 +103,20 @@ class Both:
             if not decode:
                 end = min(pair.plain.target, start + self.rng.randrange(1, 7))
             if not self.plain.grow(pair.plain, end):
-                self.preempt()
-                continue
+                break
             pair.blocks += self.real.blocks.allocate(-(-end // SIZE) - len(pair.blocks)) or []
-            if self.rng.random() < 0.5:
-                self.real.begin_step()
-                self.plain.begin_step()
+            chunks.append((pair, end, decode))
+        if running and not chunks:
+            self.preempt()
+            return
+        if self.rng.random() < 0.5:
+            self.real.begin_step()
+            self.plain.begin_step()
+        for pair, end, decode in sorted(chunks, key=lambda chunk: not chunk[2]):
             taken = self.real.computed(pair.real, end, pair.blocks, decode=decode)
             assert [split.position for split in taken] == self.plain.compute(pair.plain, end, decode=decode)
+        self.shared_steps += len(chunks) > 1
+        self.real.publish()
 
     def learn(self) -> None:
         for pair in self.pick(running=True):
@@ -147,7 +165,7 @@ class Both:
         root = chain_root(b"model", b"")
 
         def node_hash(prefix: tuple[int, ...]) -> bytes:
-            return BlockHashes(root, SIZE, prefix).hashes[-1]
+            return BlockHashes(root, SIZE, prefix).make(len(prefix) // SIZE)[-1]
 
         assert {c for c, node in nodes.items() if node.block is not None} == {node_hash(p) for p in self.plain.cached}
         assert {c for c, node in nodes.items() if node.snapshot is not None} == {node_hash(p) for p in self.plain.kept}
@@ -197,12 +215,33 @@ def test_ten_thousand_random_operations_go_as_in_the_plain_model(
     assert both.real.blocks.num_free == blocks
 
 
+@pytest.mark.parametrize(("blocks", "snapshots", "every"), [(20, None, None), (40, 6, None), (60, 24, 1)])
+def test_steps_of_several_sequences_go_as_in_the_plain_model(
+    blocks: int, snapshots: int | None, every: int | None
+) -> None:
+    """Sequences of one prefix in one step too: what the first one leaves is not left again."""
+    both = Both(random.Random(3), blocks=blocks, snapshots=snapshots, every=every, guess=2, together=4)
+    operations = [both.submit, both.admit, both.admit, both.compute, both.learn, both.abort, both.evict]
+    for _ in range(4_000):
+        operation = both.rng.choice(operations)
+        if operation == both.submit and len(both.pairs) > 8:
+            operation = both.abort
+        operation()
+        both.compare()
+    assert both.shared_steps > 50
+    assert both.hits > 20
+
+
 def test_hashes_grow_as_tokens_become_known() -> None:
     tokens = [5, 70_000, 3, 9, 9, 9, 1]
     grown = BlockHashes(chain_root(b""), SIZE, tokens[:1])
     completed = [grown.append(token) for token in tokens[1:]]
     assert completed == [True, False, True, False, True, False]
-    assert grown.hashes == block_hashes(tokens, SIZE) == BlockHashes(chain_root(b""), SIZE, tokens).hashes
+    assert (grown.num_full, grown.hashes) == (3, []), "nobody asked yet"
+    assert len(grown.make(2)) == 2
+    assert not grown.append(1) or grown.num_full == 4
+    assert grown.make(3) == block_hashes(tokens, SIZE) == BlockHashes(chain_root(b""), SIZE, tokens).make(3)
+    assert grown.make(4) == block_hashes([*tokens, 1], SIZE)
     assert chain_root(b"ab", b"c") != chain_root(b"a", b"bc"), "where one part ends matters"
 
 
@@ -270,6 +309,7 @@ def test_a_chunk_leaves_as_many_states_as_there_are_slots_and_the_last_ones(
         cache.claim(sequence, hit, 40)
         cache.admit(sequence, hit)
         splits = cache.computed(sequence, 40, cache.blocks.allocate(20) or [], decode=False)
+        cache.publish()
         sequences.append((sequence, splits))
         cache.check_integrity([other for other, _ in sequences])
     (_, first), (_, second) = sequences
@@ -292,6 +332,7 @@ def test_a_newer_block_takes_the_place_of_a_free_one_of_equal_content() -> None:
         sequence.num_published = 0
         sequence.active = True
         cache.computed(sequence, 2, blocks, decode=False)
+        cache.publish()
         cache.blocks.release(blocks)
         cache.close(sequence)
         owners.append((sequence, blocks))
@@ -316,6 +357,7 @@ def test_reasons() -> None:
     cache.admit(first, hit)
     blocks = cache.blocks.allocate(4) or []
     assert cache.computed(first, 7, blocks, decode=False) == [Split(6, FIRST)]
+    cache.publish()
     assert found([1, 2, 3, 4, 5, 6, 7]) == (6, CacheReason.NOTHING_LONGER, 3)
     assert found([1, 2, 3, 4, 5, 6]) == (0, CacheReason.NO_SNAPSHOT, 3)
     assert found([1, 2, 3, 4, 9, 9]) == (0, CacheReason.NO_SNAPSHOT, 2)
@@ -324,3 +366,50 @@ def test_reasons() -> None:
     cache.blocks.release(blocks)
     cache.close(first)
     cache.check_integrity([])
+
+
+def test_prompts_are_hashed_as_far_as_they_go_together_and_a_block_further() -> None:
+    """Until they are computed; of what one goes on with alone nothing is hashed, however long it is."""
+    cache = make_cache(80)
+
+    def enter(tokens: list[int]) -> CachedSequence:
+        return cache.open(tokens, num_prompt=len(tokens), salt="")
+
+    def hashed(*sequences: CachedSequence) -> list[int]:
+        assert [len(sequence.path) for sequence in sequences] == [len(s.hashes.hashes) for s in sequences]
+        return [len(sequence.path) for sequence in sequences]
+
+    first = enter(list(range(60)))
+    assert hashed(first) == [1]
+    second = enter([*range(20), *range(100, 140)])
+    assert hashed(first, second) == [11, 11]
+    third = enter([*range(20), *range(100, 110), *range(30)])
+    assert hashed(first, second, third) == [11, 16, 16]
+    inner, stranger = enter(list(range(30))), enter(list(range(200, 260)))
+    assert hashed(first, second, third, inner, stranger) == [15, 16, 16, 15, 1], "one ends within the first"
+    sequences = [first, second, third, inner, stranger]
+    cache.check_integrity(sequences)
+
+    hit = cache.find(first, 60)
+    cache.claim(first, hit, 60)
+    cache.admit(first, hit)
+    awaited = [cache.worth_waiting(other, cache.find(other, 60), 60) for other in sequences[1:]]
+    assert awaited == [first.path[9], first.path[9], first.path[14], None]
+    later = enter([*range(50), 7, 7])
+    awaited = [cache.worth_waiting(later, cache.find(later, 52), 52)]
+    assert awaited == [first.path[24]], "it had no node at the claim"
+    assert hashed(first, later) == [26, 26]
+    blocks = cache.blocks.allocate(30) or []
+    cache.computed(first, 55, blocks, decode=False)
+    assert hashed(first) == [26]
+    with pytest.raises(AssertionError, match="of 1 prompts is not published"):
+        cache.find(later, 52)
+    cache.publish()
+    assert hashed(first, later) == [27, 26]
+    assert cache.find(later, 52).num_tokens == 50
+    cache.computed(first, 60, blocks, decode=False)
+    cache.publish()
+    assert hashed(first, later) == [30, 26]
+    for sequence in sequences:
+        cache.close(sequence)
+    cache.check_integrity([later])
