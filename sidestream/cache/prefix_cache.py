@@ -20,11 +20,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 from sidestream.cache.block_hashes import BlockHashes, chain_root
 from sidestream.cache.block_pool import BlockPool
+from sidestream.cache.cached_sequence import CachedSequence, Hit
 from sidestream.cache.prefix_stats import PrefixStats
 from sidestream.cache.prefix_tree import PrefixNode, PrefixTree, Producer
 from sidestream.cache.snapshots import SnapshotPool
@@ -35,45 +35,6 @@ FIRST_GUESS_TOKENS = 128
 """Prompts that have less in common are cheap to compute."""
 ROOTS = 1024
 """Starts of chains that are kept, one for each salt."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """The longest prefix that a sequence can take over now.
-
-    Attributes:
-        num_tokens: whole blocks, less than the known tokens: the last of them is always computed.
-        blocks: that hold them.
-        snapshot: slot with the state behind them, where the model needs it.
-        num_found: cached blocks in a row, usable or not.
-        reason: why it is not longer.
-    """
-
-    num_tokens: int = 0
-    blocks: tuple[int, ...] = ()
-    snapshot: int | None = None
-    num_found: int = 0
-    reason: CacheReason = CacheReason.NOTHING_LONGER
-
-
-class CachedSequence(Producer):
-    """An unfinished sequence as the prefix cache sees it.
-
-    Attributes:
-        num_published: blocks of its path that the pool may find, from the front.
-        unnamed: (blocks, slot) of snapshots within its prompt that are kept, and not entered yet.
-        pending: (blocks, slot) of snapshots whose last tokens are not known yet.
-        generated: where its last snapshot of generated tokens is kept.
-    """
-
-    __slots__ = ("generated", "num_published", "pending", "unnamed")
-
-    def __init__(self, hashes: BlockHashes) -> None:
-        super().__init__(hashes)
-        self.num_published = 0
-        self.unnamed: list[tuple[int, int]] = []
-        self.pending: list[tuple[int, int]] = []
-        self.generated: PrefixNode | None = None
 
 
 class PrefixCache:

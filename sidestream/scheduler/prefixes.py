@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Listing
 
 from sidestream.cache.block_pool import BlockPool
-from sidestream.cache.prefix_cache import Hit, PrefixCache
+from sidestream.cache.cached_sequence import Hit
+from sidestream.cache.prefix_cache import PrefixCache
 from sidestream.cache.prefix_stats import PrefixStats
 from sidestream.cache.prefix_tree import PrefixNode
 from sidestream.core.batch import Admission, SlotCopy, Split

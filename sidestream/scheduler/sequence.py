@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sidestream.cache.prefix_cache import CachedSequence, Hit
+from sidestream.cache.cached_sequence import CachedSequence, Hit
 from sidestream.core.batch import SCRATCH_SLOT
 from sidestream.core.outputs import CacheReason
 from sidestream.core.request import FinishReason, Request

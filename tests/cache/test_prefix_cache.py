@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from sidestream.cache.block_hashes import BlockHashes, block_hashes, chain_root
-from sidestream.cache.prefix_cache import CachedSequence, PrefixCache
+from sidestream.cache.cached_sequence import CachedSequence
+from sidestream.cache.prefix_cache import PrefixCache
 from sidestream.cache.prefix_stats import PrefixStats
 from sidestream.cache.snapshots import SnapshotPool
 from sidestream.core.batch import Split
