@@ -13,7 +13,7 @@ others to the kernel below.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -51,6 +51,8 @@ class Launch:
     in_registers: bool = False
 
 
+PLAIN, ORDERED = Launch(ordered=False), Launch(ordered=True)
+"""What is launched: the plain kernel everywhere, the ordered one on Hopper for heads of 128."""
 PLAIN_ROWS = range(2, 9)
 """Rows for which the plain kernel is faster on Hopper, too: 14.8 against 15.7 us for 4, 29.1 against 30.9 for 8 in a
 layer. A row's bits are the same for all numbers of rows in here, and for all others; every graph mode counts alike."""
@@ -95,7 +97,7 @@ def decode_step(
     hopper = _hopper(projected.device)
     if launch is None:
         fits = hopper and D == 128 and plan.window <= MOST_TAPS
-        launch = launch_for(projected.device, T) if fits else Launch(ordered=False)
+        launch = launch_for(projected.device, T) if fits else PLAIN
     overlap, early, releases = (on and hopper for on in (launch.overlap, launch.early, launch.releases))
     first_options: dict[str, bool] = {"launch_pdl": True} if early else {}
     out = torch.empty(T, H * D, dtype=projected.dtype, device=projected.device)
@@ -133,15 +135,13 @@ def decode_step(
     return out
 
 
-_PLAIN, _ORDERED = (partial(decode_step, launch=Launch(ordered=ordered)) for ordered in (False, True))
-
-
 def launch_for(device: torch.device, rows: int) -> Launch:
     """On Hopper, for heads of 128: the ordered kernel only if it does there what the plain one does, which is asked
     for any number of rows, since a step that is captured cannot."""
-    right = first_use.agree("ordered", device, _ORDERED, _PLAIN)
-    ordered = right and rows not in PLAIN_ROWS
-    return Launch(ordered, early=ordered and rows <= EARLY_ROWS)
+    tried, plain = (partial(decode_step, launch=launch) for launch in (ORDERED, PLAIN))
+    if not first_use.agree("ordered", device, tried, plain) or rows in PLAIN_ROWS:
+        return PLAIN
+    return replace(ORDERED, early=rows <= EARLY_ROWS)
 
 
 @triton.jit(do_not_specialize=["T"])  # type: ignore[untyped-decorator]
