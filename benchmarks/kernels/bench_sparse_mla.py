@@ -9,8 +9,8 @@ Predicted for 64 heads, 2,048 rows, 132 programs at a time, the kernel with role
 2.4 us for a tile of 72 KB from memory or from the L2 cache, so 2.1 us with 64 KB of bf16 rows and 2.0 with quantised
 ones, which shared memory bounds (2,200 cycles a tile to feed products and take rows in, unpacking beside it). Start to
 end without tiles 10 us, a merge 2 to 6 us. So 78 / 75 us (bf16 / mxfp8) at batch 128, 50 / 46 at 64, 33 / 31 at 32;
-2,048 prefill tokens 1.05 ms, 520 TFLOP/s. The pipelined kernel below 5 blocks of heads: 10 / 13 us at 1. In mxfp8 a tile
-took 2.6 us: a fence of the warps that unpack it waits for the loads of the next one.
+2,048 prefill tokens 1.05 ms, 520 TFLOP/s. The pipelined kernel below 5 blocks of heads: 10 / 13 us at 1. In mxfp8 a
+tile took 2.6 us: a fence of the warps that unpack it waits for the loads of the next one.
 
 Before the shapes come the two launches of a call alone: runs without their merge, and both merges of parts that lie in
 the L2 cache.
