@@ -44,6 +44,8 @@ SLICE_A = Path(__file__).parent / "configs" / "glm5-next-slice-a.json"
 SHORTER_BAR = 10.0
 NOTHING_SHARED_BAR = 1.01
 INTERVAL_TOKENS = 2048
+PHASES = ("to add", "to begin the model", "to launch", "to the first token")
+"""From a request's arrival."""
 
 
 class Run:
@@ -218,17 +220,33 @@ def alone(run: Run, built: BuiltEngine, args: argparse.Namespace, case: dict[str
     """Seconds to the first token of a prompt alone that shares nothing, with the cache and without, in turns."""
     cores = in_turns(built)
     rng, vocab, clock = random.Random(9), built.config.model.vocab_size, clock_of(args.device)
-    launches: dict[str, list[float]] = {name: [] for name in cores}
+    phases: dict[str, dict[str, list[float]]] = {phase: {name: [] for name in cores} for phase in PHASES}
+    model = built.runner._model
+    real, begun = model.forward, list[float]()
+
+    def marked() -> torch.Tensor:
+        begun.append(clock())
+        return real()
 
     def one(name: str, turn: int) -> float:
+        begun.clear()
         served = serve(cores[name], str(turn), draw(rng, args.crowd_prompt, vocab), clock)
-        launches[name].append(served.launch)
+        ends = (served.added, begun[0] - served.begin, served.launch, served.seconds)
+        for phase, end in zip(PHASES, ends, strict=True):
+            phases[phase][name].append(end)
         return served.seconds
 
-    compare(run, case, 2 * args.repeats, {name: partial(one, name) for name in cores})
-    case["median us to launch"] = {name: statistics.median(own[1:]) * 1e6 for name, own in launches.items()}
-    run.write()
-    turns = {name: operator_times(partial(one, name), args.device) for name in cores}
+    model.forward = marked  # type: ignore[method-assign]
+    try:
+        compare(run, case, 2 * args.repeats, {name: partial(one, name) for name in cores})
+        for phase, ends in phases.items():
+            pairs = [(on - off) * 1e6 for on, off in zip(ends["on"][1:], ends["off"][1:], strict=True)]
+            found = {name: statistics.median(own[1:]) * 1e6 for name, own in ends.items()}
+            case[f"median us {phase}"] = found | {"of pairs, more": statistics.median(pairs)}
+        run.write()
+        turns = {name: operator_times(partial(one, name), args.device) for name in cores}
+    finally:
+        model.forward = real  # type: ignore[method-assign]
     case["us of operators a turn"] = {name: sum(found.values()) for name, found in turns.items()}
     more = {name: turns["on"].get(name, 0.0) - turns["off"].get(name, 0.0) for name in {**turns["on"], **turns["off"]}}
     case["us more, of those that differ most"] = dict(sorted(more.items(), key=lambda item: -abs(item[1]))[:8])
@@ -339,10 +357,12 @@ def clock_of(device: str) -> Callable[[], float]:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Seconds from the arrival of a request alone to its first token, and until its first step was launched (on a CPU:
-    was done)."""
+    """Seconds from the arrival of a request alone, at ``begin``, to its first token, until it was added, and until its
+    first step was launched (on a CPU: was done)."""
 
+    begin: float
     seconds: float
+    added: float
     launch: float
     cached_tokens: int
 
@@ -350,6 +370,7 @@ class Served:
 def serve(core: EngineCore, name: str, prompt: Sequence[int], clock: Callable[[], float]) -> Served:
     begin, took, launch, cached = clock(), 0.0, 0.0, 0
     core.add(make_request(name, prompt, max_tokens=2))
+    added = clock() - begin
     while core.has_work():
         outputs = core.step()
         launch = launch or clock() - begin
@@ -357,7 +378,7 @@ def serve(core: EngineCore, name: str, prompt: Sequence[int], clock: Callable[[]
             if output.cache_reason is not None:
                 took, cached = clock() - begin, output.cached_tokens
     assert took > 0.0, f"request {name!r} gave no token"
-    return Served(took, launch, cached)
+    return Served(begin, took, added, launch, cached)
 
 
 def make_request(name: str, prompt: Sequence[int], *, max_tokens: int) -> Request:

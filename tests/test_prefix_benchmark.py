@@ -41,7 +41,9 @@ def test_every_case_gives_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for case, turns in (("alone", 4), ("nothing-shared", 2)):
         assert [len(times) for times in found[case]["all"].values()] == [turns, turns]
         assert found[case]["on over off"] > 0.0
-    assert set(found["alone"]["median us to launch"]) == {"on", "off"}
+    for name in ("on", "off"):
+        ends = [found["alone"][f"median us {phase}"][name] for phase in prefix_gpu.PHASES]
+        assert 0.0 < ends[0] < ends[1] < ends[2] < ends[3]
     assert min(found["alone"]["us of operators a turn"].values()) > 0.0
     assert len(found["alone"]["us more, of those that differ most"]) == 8
     assert set(prefix_gpu.CASES) <= set(found)
