@@ -7,6 +7,7 @@ import random
 import pytest
 
 from sidestream.core.request import Request
+from sidestream.scheduler.scheduler import Scheduler
 from tests.scheduler.fake_engine import VOCAB, FakeEngine, make_config, make_request, solo_run
 from tests.scheduler.test_random_runs import assert_all_back, assert_answers, drive
 
@@ -117,6 +118,35 @@ def test_the_first_follower_hits_though_the_first_prompt_has_ended(tail: int) ->
         whole = shared // 4 * 4
         assert engine.cached["b"] * 2 > whole
         assert engine.cached["c"] == whole
+
+
+@pytest.mark.parametrize("between", ["nothing", "publish", "schedule", "commit", "abort"])
+def test_a_follower_hits_whatever_came_between(between: str) -> None:
+    """A planned step is entered by ``publish``, or by the next that is asked of the scheduler."""
+    scheduler = Scheduler(
+        make_config(prefix_caching=True, needs_snapshots=True, num_snapshots=8, max_num_batched_tokens=50)
+    )
+    stem = tuple(range(40))
+    scheduler.add(make_request("a", (*stem, 1, 2), max_tokens=2))
+    step = scheduler.schedule()
+    assert step is not None
+    prefix = scheduler._sequences["a"].prefix
+    assert prefix is not None
+    assert len(prefix.hashes.hashes) == len(prefix.path) == 1, "the step can be launched before the rest is hashed"
+    assert [split.position for chunk in step.chunks for split in chunk.splits] == [40]
+    if between == "publish":
+        scheduler.publish()
+    elif between == "schedule":
+        assert scheduler.schedule() is not None
+    elif between == "commit":
+        scheduler.commit(step, {"a": 3})
+    elif between == "abort":
+        assert scheduler.abort("a")
+    scheduler.add(make_request("b", (*stem, 5), max_tokens=1))
+    following = scheduler.schedule()
+    assert following is not None
+    assert [admission.cached_tokens for admission in following.admitted] == [40]
+    scheduler.check_integrity()
 
 
 def test_without_linear_attention_no_chunk_ends_early() -> None:

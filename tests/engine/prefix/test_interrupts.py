@@ -1,4 +1,5 @@
-"""An interrupt anywhere within ``add``: the request is there whole or not at all, and nobody else notices."""
+"""An interrupt anywhere within ``add``: the request is there whole or not at all, and nobody else notices. Or while a
+step is published: it is computed anew."""
 
 from __future__ import annotations
 
@@ -26,16 +27,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(build_oracle(architecture, 11, **overrides), tmp_path_factory.mktemp("next"))
 
 
-def test_a_request_is_added_whole_or_not_at_all(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("other", "prompt"),
+    [([*STEM[:32], *OTHER], [*STEM, *TAIL]), ([*STEM[:32], *OTHER, *TAIL, *TAIL], [*STEM[:32], *OTHER, *TAIL, *OTHER])],
+    ids=["continues what is cached", "goes with one that waits"],
+)
+def test_a_request_is_added_whole_or_not_at_all(folder: Path, other: list[int], prompt: list[int]) -> None:
     """Beside one that waits with half of its prompt, one that is cached, and one that continues a cached one."""
     serving = Serving(folder, recorded=False)
     serving.serve("cached", [*STEM, 5], max_tokens=1)
-    waiting = serving.add("waiting", [*STEM[:32], *OTHER], max_tokens=3)
+    waiting = serving.add("waiting", other, max_tokens=3)
     core = serving.core
     cache = core.scheduler._prefixes._cache
     assert cache is not None
     nodes = set(cache.tree.nodes)
-    request = make_request("new", [*STEM, *TAIL])
+    path = core.scheduler._sequences["waiting"].prefix
+    assert path is not None
+    request = make_request("new", prompt)
     outcomes = {True: 0, False: 0}
     number = 0
     while True:
@@ -52,7 +60,7 @@ def test_a_request_is_added_whole_or_not_at_all(folder: Path) -> None:
         outcomes[added] += 1
         if added:
             assert core.abort("new")
-        assert set(cache.tree.nodes) == nodes, number
+        assert set(cache.tree.nodes) == nodes.union(node.content for node in path.path), number
         number += 1
     assert outcomes[False] > 50, "there are so many points, at least"
     assert outcomes[True] < 10, "what comes behind the last change"
@@ -61,6 +69,45 @@ def test_a_request_is_added_whole_or_not_at_all(folder: Path) -> None:
     serving.run()
     assert len(waiting.tokens) == 3
     assert waiting.tokens == Serving(folder, recorded=False).serve("alone", waiting.prompt, max_tokens=3).tokens
+
+
+def test_what_a_step_computes_is_published_whole_or_computed_anew(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And whoever comes then takes over what was published."""
+    serving = Serving(folder, recorded=False)
+    expected = serving.serve("alone", [*STEM, *TAIL], max_tokens=2, salt="alone").tokens
+    core, number, reached = serving.core, 0, True
+    real = core.scheduler.publish
+
+    def publish() -> None:
+        nonlocal reached
+        cache = core.scheduler._prefixes._cache
+        if reached or cache is None or not cache._unpublished:
+            return real()
+        with InterruptAt(number) as interrupt:
+            try:
+                real()
+            finally:
+                reached = interrupt.reached
+        return None
+
+    monkeypatch.setattr(core.scheduler, "publish", publish)
+    while True:
+        served, reached = serving.add(f"{number}", [*STEM, *TAIL], max_tokens=2, salt=f"{number}"), False
+        try:
+            serving.step()
+        except KeyboardInterrupt:
+            core.scheduler.check_integrity()
+        interrupted, reached = reached, True
+        serving.run()
+        assert served.tokens == expected, number
+        follower = serving.serve(f"{number} again", [*STEM, *TAIL, 5], max_tokens=1, salt=f"{number}")
+        assert follower.cached_tokens == 64, number
+        if not interrupted:
+            break
+        number += 1
+    assert number > 30
 
 
 def test_an_id_in_use_stays_with_its_owner(folder: Path) -> None:
