@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 DIGEST_BYTES = 16
-TOKEN_BYTES = 4
 
 
 def chain_root(*parts: bytes) -> bytes:
@@ -16,6 +16,12 @@ def chain_root(*parts: bytes) -> bytes:
     for part in parts:
         root.update(len(part).to_bytes(8, "little") + part)
     return root.digest()
+
+
+@cache
+def _packer(block_size: int) -> Callable[..., bytes]:
+    """Packs the tokens of a block; six times as fast as an array."""
+    return struct.Struct(f"<{block_size}i").pack
 
 
 class BlockHashes:
@@ -31,10 +37,11 @@ class BlockHashes:
         num_full: blocks whose tokens are all known.
     """
 
-    __slots__ = ("_block_size", "_first", "_own", "_root", "_tokens", "hashes", "num_full")
+    __slots__ = ("_block_size", "_first", "_own", "_pack", "_root", "_tokens", "hashes", "num_full")
 
     def __init__(self, root: bytes, block_size: int, token_ids: Sequence[int] = ()) -> None:
         self._block_size = block_size
+        self._pack = _packer(block_size)
         self._root = root
         self._tokens = token_ids
         self._own: list[int] | None = None  # the same once they grow
@@ -44,16 +51,11 @@ class BlockHashes:
 
     def make(self, count: int) -> list[bytes]:
         """``hashes``, with those of the first ``count`` blocks made, of ``num_full`` at most."""
-        hashes, size = self.hashes, self._block_size
-        done = len(hashes)
-        if done < count:
-            tokens = self._tokens[(done - self._first) * size : (count - self._first) * size]
-            packed = struct.pack(f"<{len(tokens)}i", *tokens)  # six times as fast as an array
-            last = hashes[-1] if hashes else self._root
-            for start in range(0, len(packed), size * TOKEN_BYTES):
-                piece = packed[start : start + size * TOKEN_BYTES]
-                last = hashlib.blake2b(last + piece, digest_size=DIGEST_BYTES).digest()
-                hashes.append(last)
+        hashes, size, pack = self.hashes, self._block_size, self._pack
+        for block in range(len(hashes), count):
+            start = (block - self._first) * size
+            content = (hashes[-1] if hashes else self._root) + pack(*self._tokens[start : start + size])
+            hashes.append(hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest())
         return hashes
 
     def append(self, token_id: int) -> bool:

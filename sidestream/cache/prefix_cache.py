@@ -292,33 +292,30 @@ class PrefixCache:
         node.snapshot = None
         self.stats.snapshots_evicted += 1
 
-    def _asked(self, sequence: Producer, depth: int, *, wanted: bool) -> bool:
-        """Somebody will want the state behind so many blocks, for all that is known."""
-        every = self._snapshot_interval
-        return wanted or depth == sequence.last_full or (every is not None and depth % every == 0)
-
     def _wants(self, sequence: Producer, node: PrefixNode) -> bool:
         """This sequence should leave a snapshot there when it comes by."""
         if node.snapshot is not None or self.snapshots is None or not self.snapshots.count:
             return False
-        return node.depth in self._guesses or self._asked(sequence, node.depth, wanted=node.wanted)
+        every, depth = self._snapshot_interval, node.depth
+        asked = node.wanted or depth == sequence.last_full or (every is not None and depth % every == 0)
+        return asked or depth in self._guesses
 
     def _wanted(self, sequence: CachedSequence, first: int, last: int) -> dict[int, bool]:
         """Behind how many of its blocks, more than ``first`` and up to ``last``, it should leave a snapshot, in order;
-        and whether that is a guess."""
+        and whether that is a guess: nobody will want it, for all that is known."""
         if self.snapshots is None or not self.snapshots.count:
             return {}
         path, every = sequence.path, self._snapshot_interval
         last = min(last, sequence.hashes.num_full)
-        wanted = {node.depth for node in path[first:last] if node.wanted}
-        depths = wanted.union(self._guesses[bisect_right(self._guesses, first) : bisect_right(self._guesses, last)])
+        asked = {node.depth for node in path[first:last] if node.wanted}
         if first < sequence.last_full <= last:
-            depths.add(sequence.last_full)
+            asked.add(sequence.last_full)
         if every is not None:
-            depths.update(range(first // every * every + every, last + 1, every))
+            asked.update(range(first // every * every + every, last + 1, every))
+        guesses = self._guesses[bisect_right(self._guesses, first) : bisect_right(self._guesses, last)]
         return {
-            depth: not self._asked(sequence, depth, wanted=depth in wanted)
-            for depth in sorted(depths)
+            depth: depth not in asked
+            for depth in sorted(asked.union(guesses))
             if depth > len(path) or path[depth - 1].snapshot is None
         }
 

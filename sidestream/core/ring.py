@@ -68,17 +68,17 @@ class RingPlan:
         That are the ``window - 1`` tokens before its position: the step's own, or what the sequence's ring holds.
         """
         tokens, rows, copy_from, copy_to = list[int](), list[int](), list[int](), list[int]()
-        first = 0
+        ring, first = self.length, 0
         for start, length, slot, splits in zip(starts, lengths, slots, kept, strict=True):
             for split in splits:
-                for position in range(max(split.position - self.window + 1, 0), split.position):
-                    place = position % self.length
-                    if position >= start:
-                        tokens.append(first + position - start)
-                        rows.append(split.slot * self.length + place)
-                    else:
-                        copy_from.append(slot * self.length + place)
-                        copy_to.append(split.slot * self.length + place)
+                end, target = split.position, split.slot * ring
+                begin = max(end - self.window + 1, 0)
+                own = max(begin, start)
+                tokens += range(first + own - start, first + end - start)
+                rows += [target + position % ring for position in range(own, end)]
+                if begin < start:
+                    copy_from += [slot * ring + position % ring for position in range(begin, start)]
+                    copy_to += [target + position % ring for position in range(begin, start)]
             first += length
         return RingPlan(
             self.window,
