@@ -198,7 +198,7 @@ class EngineCore:
                 self._wait_where_needed()
                 if (step := self.scheduler.schedule()) is not None:
                     self._launched.append(self._launch(step))
-                    self.scheduler.publish()  # while the device is at work
+                    self.scheduler.remember()  # while the device is at work
                 while len(self._launched) >= (self._depth if step is not None else 1):
                     self._finish(self._launched.popleft())
             done = self.scheduler.has_work()

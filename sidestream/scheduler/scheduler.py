@@ -2,7 +2,7 @@
 
 A step is planned (``schedule``) from counts alone and finished (``commit``) when its sampled tokens are known; more
 steps may be planned before the first is committed. What is freed while a step is in flight may be handed out at once:
-the device runs steps in order. What a step leaves in the prefix cache is entered there by ``publish``, best when the
+the device runs steps in order. What a step leaves in the prefix cache is entered there by ``remember``, best when the
 device has its work, and else by whatever is called next.
 
 Policy:
@@ -107,7 +107,7 @@ class Scheduler:
             RequestError: the prompt is empty or too long for ``max_model_len``, or the id is in use.
             CapacityError: the block pool could never hold the prompt.
         """
-        self.publish()
+        self.remember()
         self._enter(request)
 
     def _enter(self, request: Request, generated: Listing[int] = ()) -> Sequence:
@@ -137,7 +137,7 @@ class Scheduler:
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return False
-        self.publish()
+        self.remember()
         self._finish(sequence)
         return True
 
@@ -147,7 +147,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Plan the next step, or None if nothing can run before another commit (or at all)."""
-        self.publish()
+        self.remember()
         plan: Plan = {}
         num_preempted = self._running.num_preempted
         self._plan_decodes(plan)
@@ -162,7 +162,7 @@ class Scheduler:
         assert plan or self._in_flight or not self._sequences, f"{len(self._sequences)} requests, and none can move"
         return self._issue(plan) if plan else None
 
-    def publish(self) -> None:
+    def remember(self) -> None:
         """Enter what the last planned step computes into the prefix cache, where others find it."""
         self._prefixes.publish()
 
@@ -178,7 +178,7 @@ class Scheduler:
         Returns:
             One event for each sequence that is still alive and sampled, in the step's order.
         """
-        self.publish()
+        self.remember()
         assert self._in_flight, f"step {step.index} is committed, but none is in flight"
         index, sampling = self._in_flight.popleft()
         assert index == step.index, f"step {step.index} is committed before step {index}"
@@ -218,7 +218,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Recount queues, pools and tokens in flight; an AssertionError names what differs."""
-        self.publish()
+        self.remember()
         check_queues(
             running=list(self._running),
             waiting=sorted(self._waiting, key=by_arrival),

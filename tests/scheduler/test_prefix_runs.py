@@ -120,9 +120,9 @@ def test_the_first_follower_hits_though_the_first_prompt_has_ended(tail: int) ->
         assert engine.cached["c"] == whole
 
 
-@pytest.mark.parametrize("between", ["nothing", "publish", "schedule", "commit", "abort"])
+@pytest.mark.parametrize("between", ["nothing", "remember", "schedule", "commit", "abort"])
 def test_a_follower_hits_whatever_came_between(between: str) -> None:
-    """A planned step is entered by ``publish``, or by the next that is asked of the scheduler."""
+    """A planned step is entered by ``remember``, or by the next that is asked of the scheduler."""
     scheduler = Scheduler(
         make_config(prefix_caching=True, needs_snapshots=True, num_snapshots=8, max_num_batched_tokens=50)
     )
@@ -134,8 +134,8 @@ def test_a_follower_hits_whatever_came_between(between: str) -> None:
     assert prefix is not None
     assert len(prefix.hashes.hashes) == len(prefix.path) == 1, "the step can be launched before the rest is hashed"
     assert [split.position for chunk in step.chunks for split in chunk.splits] == [40]
-    if between == "publish":
-        scheduler.publish()
+    if between == "remember":
+        scheduler.remember()
     elif between == "schedule":
         assert scheduler.schedule() is not None
     elif between == "commit":

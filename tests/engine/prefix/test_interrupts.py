@@ -78,9 +78,9 @@ def test_what_a_step_computes_is_published_whole_or_computed_anew(
     serving = Serving(folder, recorded=False)
     expected = serving.serve("alone", [*STEM, *TAIL], max_tokens=2, salt="alone").tokens
     core, number, reached = serving.core, 0, True
-    real = core.scheduler.publish
+    real = core.scheduler.remember
 
-    def publish() -> None:
+    def remember() -> None:
         nonlocal reached
         cache = core.scheduler._prefixes._cache
         if reached or cache is None or not cache._unpublished:
@@ -92,7 +92,7 @@ def test_what_a_step_computes_is_published_whole_or_computed_anew(
                 reached = interrupt.reached
         return None
 
-    monkeypatch.setattr(core.scheduler, "publish", publish)
+    monkeypatch.setattr(core.scheduler, "remember", remember)
     while True:
         served, reached = serving.add(f"{number}", [*STEM, *TAIL], max_tokens=2, salt=f"{number}"), False
         try:
