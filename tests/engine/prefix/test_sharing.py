@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,29 @@ def test_prompts_that_part_are_computed_once_though_they_come_at_once(model: Mod
     assert stats.waited == 2
     assert stats.gave_up == 0
     assert stats.wait_steps >= 2
+
+
+def test_a_prompt_is_hashed_behind_the_launch_of_its_step(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And before its token is read, so that the host does it while the device is at work."""
+    serving = Serving(model.folder, recorded=False)
+    serving.add("alone", STEM)
+    prefix = serving.core.scheduler._sequences["alone"].prefix
+    assert prefix is not None
+    hashed = []
+
+    def noting(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def noted(*args: Any, **kw: Any) -> Any:
+            hashed.append((name, len(prefix.hashes.hashes)))
+            return real(*args, **kw)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    noting(serving.built.runner, "forward")
+    noting(serving.core.scheduler, "commit")
+    serving.step()
+    assert hashed == [("forward", 1), ("commit", len(STEM) // BLOCK)]
 
 
 def test_a_prompt_that_shares_nothing_passes_those_that_wait(model: Model) -> None:
