@@ -172,7 +172,7 @@ CAPTURES = (
         "result of a break in memory of its own",
         (Edit(BOUNDARY, "across_break", "result.copy_(body(*held))", "nonlocal result; result = body(*held).clone()"),),
         BOTH,
-        Unordered("released memory in a graph", "__call__", "run"),
+        Unordered("released memory in a graph", "by_head", "run"),
     ),
     Fault(
         "a static buffer first made in a capture",
