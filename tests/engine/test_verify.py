@@ -29,6 +29,8 @@ from sidestream.engine.verify.report import SCHEDULES, Batching, Prefill, Report
 from sidestream.engine.verify.settings import VerifySettings
 from sidestream.engine.verify.verification import verify
 from sidestream.errors import CheckpointError, ConfigError
+from sidestream.layers.kda import KimiDeltaAttention
+from sidestream.layers.mla import LatentAttention
 from sidestream.layers.residual import ResidualState, settled
 from sidestream.models.decoder import DecoderLayer
 from sidestream.streams.handoff import Handoff
@@ -205,7 +207,7 @@ def test_a_fault_in_a_graph_mode_is_named_by_step_and_layer(folder: Path, monkey
 
     def wrong_graph(self: DecoderLayer, state: ResidualState, rotation: Any) -> ResidualState:
         out = decode(self, state, rotation)
-        if get_forward_context().mode is CUDAGraphMode.FULL and self.mla is not None and self.mla.layer == 1:
+        if get_forward_context().mode is CUDAGraphMode.FULL and isinstance(self.mixer, LatentAttention) and self.mixer.layer == 1:
             return settled(out) * 1.25
         return out
 
@@ -282,7 +284,7 @@ def test_a_fault_of_chunked_prefill_is_named_by_prompt_token_and_layer(
     def forgets(self: DecoderLayer, state: ResidualState, rotation: Any) -> ResidualState:
         out, inputs = decode(self, state, rotation), get_forward_context().inputs
         later_chunk = inputs.num_decode == 0 and inputs.segments[0].start_position > 0
-        return settled(out) * 1.5 if later_chunk and self.mla is not None and self.mla.layer == 1 else out
+        return settled(out) * 1.5 if later_chunk and isinstance(self.mixer, LatentAttention) and self.mixer.layer == 1 else out
 
     monkeypatch.setattr(DecoderLayer, "__call__", forgets)
     report = verify(folder, settings("cpu"), Silent())
@@ -310,7 +312,7 @@ def test_a_fault_of_batches_is_named_by_a_rerun_of_the_batch(
 
     def wrong(self: DecoderLayer, state: ResidualState, rotation: Any) -> ResidualState:
         out = decode(self, state, rotation)
-        return settled(out) * 1.5 if shared[0] and self.kda is not None else out
+        return settled(out) * 1.5 if shared[0] and isinstance(self.mixer, KimiDeltaAttention) else out
 
     monkeypatch.setattr(ModelRunner, "forward", noting)
     monkeypatch.setattr(DecoderLayer, "__call__", wrong)
