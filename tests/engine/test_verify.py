@@ -191,6 +191,10 @@ def test_a_rerun_stops_at_the_step_and_leaves_out_other_prompts(on_cpu: tuple[Bu
 # Seeded faults
 
 
+def attends_in_layer_1(layer: DecoderLayer) -> bool:
+    return isinstance(layer.mixer, LatentAttention) and layer.mixer.layer == 1
+
+
 def test_a_fault_in_a_graph_mode_is_named_by_step_and_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The follower reads other rows in a break of PIECEWISE; a leader's output changes inside the graph of FULL."""
     attend, decode = PagedLatentAttention.attend, DecoderLayer.__call__
@@ -207,7 +211,7 @@ def test_a_fault_in_a_graph_mode_is_named_by_step_and_layer(folder: Path, monkey
 
     def wrong_graph(self: DecoderLayer, state: ResidualState, rotation: Any) -> ResidualState:
         out = decode(self, state, rotation)
-        if get_forward_context().mode is CUDAGraphMode.FULL and isinstance(self.mixer, LatentAttention) and self.mixer.layer == 1:
+        if get_forward_context().mode is CUDAGraphMode.FULL and attends_in_layer_1(self):
             return settled(out) * 1.25
         return out
 
@@ -284,7 +288,7 @@ def test_a_fault_of_chunked_prefill_is_named_by_prompt_token_and_layer(
     def forgets(self: DecoderLayer, state: ResidualState, rotation: Any) -> ResidualState:
         out, inputs = decode(self, state, rotation), get_forward_context().inputs
         later_chunk = inputs.num_decode == 0 and inputs.segments[0].start_position > 0
-        return settled(out) * 1.5 if later_chunk and isinstance(self.mixer, LatentAttention) and self.mixer.layer == 1 else out
+        return settled(out) * 1.5 if later_chunk and attends_in_layer_1(self) else out
 
     monkeypatch.setattr(DecoderLayer, "__call__", forgets)
     report = verify(folder, settings("cpu"), Silent())
