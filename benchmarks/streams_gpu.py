@@ -302,14 +302,15 @@ def decode(built: BuiltEngine, batches: Sequence[int], context: int) -> list[dic
 
 
 def decode_step(engine: BuiltEngine, batch: int, context: int) -> Callable[[], None]:
-    """A step of ``batch`` sequences that decode, logits included; launched, not waited for."""
+    """A step of ``batch`` sequences that decode, logits included; launched, not waited for. Their tokens differ, or all
+    would choose the same experts."""
     per = -(-(context + 1) // engine.config.block_size)
     blocks = [tuple(range(1 + i * per, 1 + (i + 1) * per)) for i in range(batch)]
     chunks = [Chunk(str(i), context, 1, own, i + 1, True, True) for i, own in enumerate(blocks)]
 
     def step() -> None:
         with engine.runner.on_device():
-            engine.runner.logits(engine.runner.forward(chunks, [7] * batch), range(batch))
+            engine.runner.logits(engine.runner.forward(chunks, range(7, 7 + batch)), range(batch))
 
     return step
 

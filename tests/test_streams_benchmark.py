@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from benchmarks import breaks_gpu, streams_gpu
+from sidestream.config.engine import EngineConfig
+from sidestream.engine.build import build_engine
+from sidestream.engine.bundled import bundled_model
 from sidestream.streams import Policy, Streams, WaitKind
 from sidestream.streams.simulated import SimulatedBackend
 
@@ -55,3 +58,17 @@ def test_steps_of_index_groups_are_in_order(
         seen, chosen = made.seen.cpu(), made.groups[-1].logical_topk_indices.cpu()
     backend.check()
     assert torch.equal(seen, chosen.long())
+
+
+def test_sequences_of_a_decode_step_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are alike choose the same experts, so a step reads fewer weights than in service."""
+    config = EngineConfig(device="cpu", dtype="float32", max_num_seqs=4, max_model_len=256, max_num_batched_tokens=64)
+    built = build_engine(bundled_model(), config)
+    for tensor in built.pools.tensors():
+        tensor.zero_()
+    seen: list[torch.Tensor] = []
+    real = built.runner.logits
+    monkeypatch.setattr(built.runner, "logits", lambda *given: seen.append(real(*given)))
+    streams_gpu.decode_step(built, 4, 64)()
+    assert len(seen) == 1
+    assert len(torch.unique(seen[0], dim=0)) == 4
