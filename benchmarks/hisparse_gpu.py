@@ -18,6 +18,9 @@ selection is replaced (``replayed_selections``), in every case but ``chance``, a
 all of them. Everything else is the real path in FULL graphs: residency, copies, attention, sampling, the step
 launched ahead.
 
+``experts`` counts those that a step's tokens choose between them, layer by layer: each is read whole, so what differs
+in them by more than 5 % is not compared, and ``apart`` says so.
+
 ``still_ms`` is the same engine with an overlap of 100 %, when nothing is copied. What a case takes longer is exposed;
 the rest of ``copy_ms``, the profiler's time of the copies (from the bytes at 53 GB/s without a GPU), is hidden. The
 file is written anew after each case. A trace of one step of each case with copies is written beside it; draw it with
@@ -39,7 +42,7 @@ import torch
 from triton.errors import TritonError
 
 from benchmarks import step_trace
-from benchmarks.hisparse_slices import BLOCK, SLICES, Slice
+from benchmarks.hisparse_slices import BLOCK, SAMPLES, SLICES, Slice
 from benchmarks.replayed_selections import SELECTIONS
 from sidestream.engine.bench.floor import decode_floor
 from sidestream.engine.bench.latency import WARM_STEPS
@@ -47,6 +50,8 @@ from sidestream.errors import SidestreamError
 
 CASES = ("resident", "capped", "90", "80", "95", "chance", "free")
 BUS_BYTES_PER_S = 53e9
+ALIKE = 0.05
+"""By which share two cases that are compared may differ in the experts that they read."""
 FAILURES = (RuntimeError, AssertionError, OSError, ValueError, TypeError, AttributeError, SidestreamError, TritonError)
 """What ends one case, and not those behind it."""
 
@@ -63,14 +68,18 @@ def run_case(found: Slice, case: str, args: argparse.Namespace) -> dict[str, Any
         found.select(built, 1.0)
         decoding.times(args.warm)
         row["still_ms"] = summary(decoding.times(args.steps), batch)["ms"]
+        row["still_experts"] = rounded(found.chosen(built, decoding)[0])
     hisparse = built.runner.hisparse
     found.select(built, overlap)
     decoding.times(args.warm)
+    experts = found.chosen(built, decoding)
     with built.runner.on_device():
         before = hisparse.stats() if hisparse is not None else None
     row |= summary(decoding.times(args.steps), batch)
     with built.runner.on_device():
         after = hisparse.stats() if hisparse is not None else None
+    experts = (experts + found.chosen(built, decoding)) / 2
+    row["experts"], row["experts_of_a_quarter"] = rounded(experts[0]), rounded(experts[1])
     if before is not None and after is not None:
         steps = args.steps + WARM_STEPS
         missed = (after.missed_rows - before.missed_rows) / steps
@@ -95,11 +104,17 @@ def run_case(found: Slice, case: str, args: argparse.Namespace) -> dict[str, Any
             step_trace.write(path, events, {"case": row["case"], "device": device_name(args), "batch": batch})
             row["trace"] = path.name
         copy_ms = row["copy_ms"] or row["bus_ms"]
-        row["exposed_ms"] = row["ms"] - row["still_ms"]
-        row["hidden"] = max(0.0, 1 - max(row["exposed_ms"], 0.0) / copy_ms) if copy_ms else 1.0
+        row["apart"] = differ(row, "experts", row, "still_experts")
+        if not row["apart"]:
+            row["exposed_ms"] = row["ms"] - row["still_ms"]
+            row["hidden"] = max(0.0, 1 - max(row["exposed_ms"], 0.0) / copy_ms) if copy_ms else 1.0
     kept = {"kv_cache_dtype": built.config.kv_cache_dtype, "dtype": built.config.dtype}
     row["floor_ms"] = decode_floor(built.config.model, batch=batch, context=args.context, **kept).ms()
     return row
+
+
+def rounded(layers: torch.Tensor) -> list[float]:
+    return [round(float(count), 1) for count in layers]
 
 
 def summary(times: Sequence[float], batch: int) -> dict[str, float]:
@@ -108,24 +123,43 @@ def summary(times: Sequence[float], batch: int) -> dict[str, float]:
     return {"ms": ms, "p90": ordered[int(0.9 * len(ordered))], "tokens_per_s": 1e3 * batch / ms}
 
 
+def differ(row: dict[str, Any], kind: str, other: dict[str, Any], others: str) -> list[str]:
+    """Why two cases are not compared: one line if over all layers one read more experts than the other, else none."""
+    mine, theirs = row[kind], other[others]
+    if abs(sum(mine) - sum(theirs)) <= ALIKE * max(sum(mine), sum(theirs)):
+        return []
+    return [f"{row['case']} {kind} {mine}, {other['case']} {others} {theirs}: over {ALIKE:.0%} apart"]
+
+
 def compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every case beside those of its slice that were measured: the bars, and what the floors allow."""
+    """Every case beside those of its slice that were measured: the bars, and what the floors allow.
+
+    ``apart`` says which comparisons are left out since the tokens of one chose more experts.
+    """
     by_case = {row["case"]: row for row in rows if "ms" in row}
     results = []
     for row in rows:
         letter, _, case = row["case"].partition(":")
         resident, capped = by_case.get(f"{letter}:resident"), by_case.get(f"{letter}:capped")
         more: dict[str, Any] = {}
+        apart = list(row.get("apart", ()))
         if "ms" in row and resident is not None and case not in ("resident", "capped"):
-            more["of_resident"] = row["tokens_per_s"] / resident["tokens_per_s"]
-            bar = {"90": 0.85, "free": 0.99}.get(case)
-            if bar is not None:
-                more |= {"bar": bar, "met": more["of_resident"] >= bar}
+            found = differ(row, "experts", resident, "experts")
+            apart += found
+            if not found:
+                more["of_resident"] = row["tokens_per_s"] / resident["tokens_per_s"]
+                bar = {"90": 0.85, "free": 0.99}.get(case)
+                if bar is not None:
+                    more |= {"bar": bar, "met": more["of_resident"] >= bar}
         if "ms" in row and capped is not None and "bus_ms" in row:
-            more["over_capped"] = row["tokens_per_s"] / capped["tokens_per_s"]
-            floor = max(row["floor_ms"], row["bus_ms"])
-            more["bound_over_capped"] = row["batch"] / floor / (capped["batch"] / capped["floor_ms"])
-        results.append(row | more)
+            found = differ(row, "experts_of_a_quarter", capped, "experts_of_a_quarter")
+            apart += found
+            if not found:
+                more["over_capped"] = row["tokens_per_s"] / capped["tokens_per_s"]
+                floor = max(row["floor_ms"], row["bus_ms"])
+                more["bound_over_capped"] = row["batch"] / floor / (capped["batch"] / capped["floor_ms"])
+        row = {key: value for key, value in row.items() if key != "apart"}
+        results.append(row | more | ({"apart": apart} if apart else {}))
     return results
 
 
@@ -174,13 +208,14 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         args.memory_limit = "4GiB"
     if args.batch < 4 or args.batch % 4:
         raise SystemExit(f"--batch is {args.batch}; a quarter of it is to fit, so it must be a multiple of 4")
-    if args.warm + 2 * WARM_STEPS + args.steps > SELECTIONS:
+    if args.warm + 2 * WARM_STEPS + args.steps + 2 * SAMPLES > SELECTIONS:
         raise SystemExit(f"--warm {args.warm} and --steps {args.steps} need more than the {SELECTIONS} selections")
     return args
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     args = parsed(arguments)
+    torch.manual_seed(0)
     rows: list[dict[str, Any]] = []
     about = {"command": " ".join(["python", *sys.argv]), "device": device_name(args), "torch": torch.__version__}
     about |= {name: getattr(args, name) for name in ("config", "batch", "context", "hot_factor", "watermark", "steps")}
@@ -221,5 +256,5 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    if any("wrong" in row for row in main()):
-        sys.exit("some cases failed or were skipped")
+    if any("wrong" in row or "apart" in row for row in main()):
+        sys.exit("some cases failed, were skipped or read other experts than those beside them")

@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 
+from benchmarks.chosen_experts import ChosenExperts, different
 from benchmarks.replayed_selections import ReplayedSelections
 from sidestream.cache.hosted_rows import HostedRows
 from sidestream.cache.pools import CachePools
@@ -29,6 +30,8 @@ from sidestream.graphs import dispatch
 
 CONFIGS = Path(__file__).parent / "configs"
 BLOCK = 64
+SAMPLES = 8
+"""Steps whose experts are counted before others are timed, and as many behind them."""
 SLICES = {
     "A": ("glm5-next-slice-a.json", "auto"),
     "B": ("deepseek-v32-slice-b.json", "fp8_ds_mla"),
@@ -42,7 +45,7 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 4,
     "n_group": 1,
     "topk_group": 1,
     "q_lora_rank": 48,
@@ -70,7 +73,7 @@ class Slice:
         config = json.loads((CONFIGS / name).read_text())
         if args.config == "tiny":
             config |= {key: value for key, value in TINY.items() if key in config}
-        self.room = 3 * args.batch + cases * (2 * (args.warm + WARM_STEPS + args.steps) + 60)
+        self.room = 3 * args.batch + cases * (3 * (args.warm + 2 * WARM_STEPS) + 2 * args.steps + 4 * SAMPLES + 20)
         self.blocks = args.batch * -(-(args.context + self.room) // BLOCK)
         user = EngineConfig(
             device=args.device,
@@ -90,13 +93,14 @@ class Slice:
         )
         kpool = int(config.get("index_kpool", 1))
         self.replayed = ReplayedSelections(args.context - BLOCK, kpool=kpool, device=args.device)
+        self.experts = ChosenExperts(args.batch)
         started = time.perf_counter()
         try:
             with tempfile.TemporaryDirectory() as folder, small_start(args.batch):
                 (Path(folder) / "config.json").write_text(json.dumps(config))
                 self.base = build_engine(folder, user)
         except BaseException:
-            self.replayed.close()
+            self._leave_layers()
             raise
         self.startup_s = time.perf_counter() - started
         fill_caches(self.base)
@@ -109,13 +113,26 @@ class Slice:
             built = self.base if engine in ("resident", "capped") else self._hosted(engine)
             batch = self.args.batch // 4 if engine == "capped" else self.args.batch
             self.select(built, 0.9)
-            self._running[engine] = built, Decoding(built, batch, self.args.context, room=self.room)
+            decoding = Decoding(
+                built, batch, self.args.context, room=self.room, temperature=1.0
+            )  # greedy ones go round
+            self._running[engine] = built, decoding
         return self._running[engine]
 
     def select(self, built: BuiltEngine, overlap: float | None) -> None:
         """What the engine's steps select from now on."""
         with built.runner.on_device():
             self.replayed.use(overlap)
+
+    def chosen(self, built: BuiltEngine, decoding: Decoding) -> torch.Tensor:
+        """[2, layers]: different experts that all tokens of a step choose, and those of a quarter of ``args.batch``.
+        Means of some steps."""
+        quarter, counts = self.args.batch // 4, []
+        with built.runner.on_device():
+            for _ in range(SAMPLES):
+                layers = self.experts.of_step(decoding.core.step)
+                counts.append([[different(ids[:rows]) for ids in layers] for rows in (None, quarter)])
+        return torch.tensor(counts, dtype=torch.float32).mean(dim=0)
 
     def stop(self) -> None:
         """End all sequences, and free the memory of an engine that has a host pool."""
@@ -131,11 +148,15 @@ class Slice:
 
     def close(self) -> None:
         self.stop()
-        self.replayed.close()
+        self._leave_layers()
         del self.base
         gc.collect()
         if self.args.device == "cuda":
             torch.cuda.empty_cache()
+
+    def _leave_layers(self) -> None:
+        self.replayed.close()
+        self.experts.close()
 
     def _hosted(self, engine: str) -> BuiltEngine:
         """The same weights over pools of a device that holds a quarter of the blocks, or all; with a host pool."""

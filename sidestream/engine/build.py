@@ -107,7 +107,7 @@ def build_engine(
     )
     if config.host_memory:
         require_room(config.host_memory)
-    dtype, layout = getattr(torch, config.dtype), _row_layout(config)
+    dtype, layout = getattr(torch, config.dtype), row_layout(config)
     groups = plan_cache_groups(
         model_config,
         block_size=config.block_size,
@@ -288,7 +288,8 @@ def _counted_captures(runner: ModelRunner, clock: StartupClock) -> Callable[[Ste
     return clock.counting("graphs", len(runner.graphs.dispatcher.captures()))
 
 
-def _row_layout(config: ResolvedConfig) -> KVRowLayout:
+def row_layout(config: ResolvedConfig) -> KVRowLayout:
+    """How an engine of this config keeps its KV rows."""
     mla = config.model.mla
     return kv_row_layout(
         config.kv_cache_dtype,
@@ -327,7 +328,7 @@ def wire_runner(
         upload = PackedUpload(streams.backend, capacity)
         builder = replace(builder, place=upload.place, capturable=True)
     attention = PagedLatentAttention(
-        layout=_row_layout(config),
+        layout=row_layout(config),
         scale=model_config.mla.softmax_scale,
         groups=index_groups(config, streams, max_model_len=max_model_len, hisparse=hisparse),
     )

@@ -19,16 +19,17 @@ from sidestream.core.batch import Chunk
 from sidestream.core.request import Request
 from sidestream.core.sampling_params import SamplingParams
 from sidestream.engine.bench.summary import percentile
-from sidestream.engine.build import BuiltEngine
+from sidestream.engine.build import BuiltEngine, row_layout
 from sidestream.engine.core import EngineCore
 from sidestream.engine.runner import StepOutput
+from sidestream.ops.kv_rows import KVRowLayout, pack_rows
 
 WARM_STEPS = 5
 """Steps before those that are timed."""
 _FILL_ELEMENTS = 1 << 28
 """Cache elements drawn at once."""
-_FINITE_BYTES = 0x38
-"""Smaller bytes are finite in every format of rows: E4M3, E8M0, and pieces of fp32 scales and bf16 parts."""
+_PACKED_ROWS = 1 << 16
+"""Quantised rows packed at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class Decoding:
                 runner.hisparse.begin_step(chunks)
                 runner.hisparse.end_step()
             rows = -(-len(token_ids) // 8) * 8  # as many as a step on a CPU has
-            return StepOutput(torch.zeros(rows, hidden, dtype=dtype, device=device))
+            return StepOutput(torch.randn(rows, hidden, dtype=dtype, device=device))  # else all begin with one token
 
         runner.forward = uncomputed  # type: ignore[method-assign]
         try:
@@ -184,12 +185,23 @@ def request_of(
 
 @torch.inference_mode()
 def fill_caches(built: BuiltEngine) -> None:
-    """Caches as a long service would leave them: finite and all different."""
+    """Caches as a long service would leave them: finite, all different, and of a size that attention passes on, or all
+    sequences would go on alike: with the same tokens, and with fewer experts than different ones choose."""
+    layout = row_layout(built.config)
     with built.runner.on_device():
         for tensor in built.pools.tensors():
+            if not tensor.is_floating_point():
+                _fill_packed(tensor, layout)
+                continue
             for part in torch.split(tensor.view(-1), _FILL_ELEMENTS):
-                if tensor.is_floating_point() and tensor.itemsize > 1:
-                    part.normal_(0.0, 0.5)
-                else:
-                    part.view(torch.uint8).random_(0, _FINITE_BYTES)
+                part.normal_(0.0, 0.5)
     built.runner.settle()
+
+
+def _fill_packed(rows: torch.Tensor, layout: KVRowLayout) -> None:
+    """Quantised rows [N, row_elems] of normal latents and rope keys. Random bytes would not do: nearly all of them are
+    scales far too small or far too large."""
+    for part in torch.split(rows, _PACKED_ROWS):
+        drawn = torch.randn(len(part), layout.latent_dim + layout.rope_dim, device=rows.device).mul_(0.5)
+        latent, rope = drawn[:, : layout.latent_dim], drawn[:, layout.latent_dim :]
+        part.copy_(pack_rows(latent, rope if layout.rope_dim else None, layout))

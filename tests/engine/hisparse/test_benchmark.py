@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import step_trace
+from benchmarks import chosen_experts, step_trace
+from benchmarks.chosen_experts import ChosenExperts, different, mlp
 from benchmarks.hisparse_gpu import CASES, chosen, compared, main, parsed
 from benchmarks.replayed_selections import REAL, ReplayedSelections, indexer
 from scripts.trace_timeline import COLORS, drawing
@@ -25,7 +27,7 @@ def kernel(name: str, ts: float, dur: float, tid: int = 7) -> dict[str, Any]:
 
 def test_every_case_of_a_slice_is_measured_and_kept(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    asked = [f"A:{case}" for case in ("resident", "capped", "90", "chance", "free")]
+    asked = [f"A:{case}" for case in ("resident", "capped", "90", "chance", "free")] + ["B:resident"]
     rows = main([*SMALL, *(part for case in asked for part in ("--case", case)), "--json", str(out)])
     kept = json.loads(out.read_text())
     assert kept["cases"] == json.loads(json.dumps(rows))
@@ -42,6 +44,14 @@ def test_every_case_of_a_slice_is_measured_and_kept(tmp_path: Path) -> None:
     trace = json.loads((tmp_path / replayed["trace"]).read_text())
     assert "<rect" in drawing(trace["traceEvents"], trace["otherData"])
     assert (indexer.select_topk_decode, indexer.select_topk) == REAL
+    assert mlp.route is chosen_experts.REAL
+    even = 8 * (1 - (1 - 4 / 8) ** 4)  # experts that four sequences choose, each four of eight
+    for row in rows:
+        wanted = 4.0 if row["case"] == "A:capped" else even
+        assert statistics.mean(row["experts"]) == pytest.approx(wanted, rel=0.05), row["case"]
+        assert set(row["experts_of_a_quarter"]) == {4.0}
+        assert len(row["experts"]) == (5 if row["case"] == "B:resident" else 7)
+        assert "apart" not in row
 
 
 def test_cases_come_in_order_of_importance_and_wrong_ones_are_named() -> None:
@@ -57,19 +67,60 @@ def test_cases_come_in_order_of_importance_and_wrong_ones_are_named() -> None:
 
 
 def test_what_was_cut_off_spoils_no_comparison() -> None:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"case": "A:90", "ms": 5.0, "tokens_per_s": 800.0, "batch": 4, "bus_ms": 1.0, "floor_ms": 2.0},
         {"case": "A:start", "wrong": "RuntimeError"},
         {"case": "B:resident", "ms": 4.0, "tokens_per_s": 1000.0, "batch": 4, "floor_ms": 2.0},
         {"case": "B:capped", "ms": 2.0, "tokens_per_s": 500.0, "batch": 1, "floor_ms": 1.0},
         {"case": "B:90", "ms": 5.0, "tokens_per_s": 800.0, "batch": 4, "bus_ms": 4.0, "floor_ms": 2.0},
     ]
+    for row in rows:
+        row |= {"experts": [60.0, 64.0], "experts_of_a_quarter": [40.0, 44.0]}
     found = {row["case"]: row for row in compared(rows)}
     assert "of_resident" not in found["A:90"]
     assert found["B:90"]["of_resident"] == 0.8
     assert found["B:90"]["met"] is False
     assert found["B:90"]["over_capped"] == 1.6
     assert found["B:90"]["bound_over_capped"] == 1.0  # the bus takes 4 ms for 4 tokens, the capped engine 1 ms for one
+
+
+def test_cases_that_read_other_experts_are_not_compared() -> None:
+    kept = {"tokens_per_s": 800.0, "batch": 4, "bus_ms": 1.0, "floor_ms": 2.0, "experts_of_a_quarter": [40.0, 41.0]}
+    resident = kept | {"case": "B:resident", "ms": 4.0, "experts": [60.0, 62.0]}
+    capped = kept | {"case": "B:capped", "ms": 2.0, "experts": [40.0, 41.0]}
+    alike = kept | {"case": "B:90", "ms": 5.0, "experts": [58.0, 59.0]}
+    fewer = kept | {"case": "B:80", "ms": 5.0, "experts": [57.0, 56.0], "apart": ["B:80 still"]}
+    narrow = kept | {"case": "B:95", "ms": 5.0, "experts": [60.0, 62.0], "experts_of_a_quarter": [30.0, 41.0]}
+    rows = {row["case"]: row for row in compared([resident, capped, alike, fewer, narrow])}
+    assert {"of_resident", "over_capped"} <= rows["B:90"].keys()
+    assert "apart" not in rows["B:90"]
+    assert "of_resident" not in rows["B:80"]
+    assert "over_capped" in rows["B:80"]
+    assert rows["B:80"]["apart"] == [
+        "B:80 still",
+        "B:80 experts [57.0, 56.0], B:resident experts [60.0, 62.0]: over 5% apart",
+    ]
+    assert "over_capped" not in rows["B:95"]
+    assert "of_resident" in rows["B:95"]
+
+
+def test_experts_of_a_step_are_those_that_its_tokens_chose() -> None:
+    experts = ChosenExperts(rows=3)
+    try:
+        routers = [torch.randn(8, 4) for _ in range(3)]
+        named = {"top_k": 2, "num_groups": 1, "topk_groups": 1, "norm_topk_prob": True, "scale": 1.0, "live": None}
+        x = torch.randn(4, 4)
+
+        def step(rows: int, layers: int) -> list[torch.Tensor]:
+            return [mlp.route(x[:rows], router, torch.zeros(8), **named)[1] for router in routers[:layers]]
+
+        step(2, 3)  # a start with other weights leaves its routers behind
+        found = experts.of_step(lambda: step(2, 2))
+        assert [ids.tolist() for ids in found] == [[*ids.tolist(), [-1, -1]] for ids in step(2, 2)]
+        assert experts.of_step(lambda: step(4, 2)) == []  # larger than any that is looked at
+    finally:
+        experts.close()
+    assert different(torch.tensor([[3, 1], [1, 0], [-1, -1]])) == 3
 
 
 @pytest.mark.parametrize("overlap", [0.0, 0.5, 0.9, 1.0])
