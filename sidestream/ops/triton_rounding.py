@@ -1,4 +1,4 @@
-"""Rounding to bf16 in Triton kernels, by the instruction that converts two numbers at a time.
+"""Rounding in Triton kernels: products by themselves, and to bf16 by the instruction that converts two numbers at a time.
 
 The one for a single number is four times as slow, and the compiler takes it wherever a rounded number is widened again.
 Interpreted kernels have no assembly, so they pass ``FAST`` as false.
@@ -53,3 +53,13 @@ def not_before(value: tl.tensor) -> tl.tensor:
     """fp32 ``value``, used only behind what stands above: the compiler would else move its use up to its load, and wait
     there. Compiled kernels only."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def lone_product(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """fp32 ``a * b``, rounded by itself, for a sum across threads of which each has one.
+
+    A bare product is fused into the first addition: each of two threads rounds the other's product and not its own, and
+    their sums differ. Which of them is stored is then nobody's choice.
+    """
+    return tl.fma(a, b, 0.0)

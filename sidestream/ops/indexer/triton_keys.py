@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.core.ring import RingPlan
+from sidestream.ops.triton_rounding import lone_product
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -64,7 +65,7 @@ def _write_pools_kernel(
     if NORM:
         wide = own_key.to(tl.float32)
         centred = wide - tl.sum(wide, axis=0) / DIM
-        inverse = tl.rsqrt(tl.sum(centred * centred, axis=0) / DIM + eps)
+        inverse = tl.rsqrt(tl.sum(lone_product(centred, centred), axis=0) / DIM + eps)
         own_key = (centred * inverse * scale + shift).to(k.dtype.element_ty)
     held = tail + ring[:, None] * tail_row + dims[None, :]
     carried = (older & exists)[:, None]
@@ -75,7 +76,7 @@ def _write_pools_kernel(
     score = tl.where(own, own_gate.to(tl.float32)[None, :], score) + bias.to(tl.float32)
     score = tl.where((member < KPOOL)[:, None], score, float("-inf"))
     raw = tl.exp(score - tl.max(score, axis=0)[None, :])
-    pooled = tl.sum(raw / tl.sum(raw, axis=0)[None, :] * key, axis=0)
+    pooled = tl.sum(lone_product(raw / tl.sum(raw, axis=0)[None, :], key), axis=0)
     tl.store(keys + entry * keys_row + dims, pooled.to(k.dtype.element_ty).to(keys.dtype.element_ty))
     # All threads have read the ring.
     tl.debug_barrier()

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from sidestream.core.ring import RingPlan
+from sidestream.ops.triton_rounding import lone_product
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -37,7 +38,7 @@ def _pool_kernel(
     score += tl.load(ape + member[:, None] * ape_row + dims * ape_dim, mask=inside[:, None], other=0.0).to(tl.float32)
     score = tl.where(inside[:, None], score, float("-inf"))
     raw = tl.exp(score - tl.max(score, axis=0)[None, :])
-    pooled = tl.sum(raw / tl.sum(raw, axis=0)[None, :] * key, axis=0)
+    pooled = tl.sum(lone_product(raw / tl.sum(raw, axis=0)[None, :], key), axis=0)
     tl.store(out + pool * DIM + tl.arange(0, DIM), pooled.to(out.dtype.element_ty))
 
 

@@ -177,7 +177,7 @@ def _block(
 def _dot(a: tl.tensor, b: tl.tensor, total: tl.tensor, UPCAST: tl.constexpr) -> tl.tensor:
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
-    return tl.dot(a, b, total)
+    return tl.dot(a, b, total, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["tokens", "routed_blocks", "shared_blocks", "num_experts"])  # type: ignore[untyped-decorator]

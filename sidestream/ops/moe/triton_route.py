@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.ops.moe.triton_tiles import RouterTiles, dividing
-from sidestream.ops.triton_rounding import bf16_terms, not_before
+from sidestream.ops.triton_rounding import bf16_terms, lone_product, not_before
 
 RANKED_EXPERTS = 0
 """Up to so many experts, a power of two, each one's place is counted; more are searched for the best, once a place."""
@@ -168,7 +168,7 @@ def _scores(
         if PDL:
             gdc_launch_dependents()
             gdc_wait()
-        lanes = tl.load(x_at).to(tl.float32) * ahead
+        lanes = lone_product(tl.load(x_at).to(tl.float32), ahead)
         for step in tl.range(1, STEPS, num_stages=STAGES):
             lanes += tl.load(x_at + step * DEPTH).to(tl.float32) * tl.load(weight_at + step * DEPTH)
         total = tl.sum(lanes, 2)
