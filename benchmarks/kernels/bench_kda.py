@@ -61,7 +61,7 @@ FEW = [
     Launch(False, early=True),
     Launch(False, early=True, releases=True),
 ]
-MANY = [Launch(True), Launch(True, in_registers=True), Launch(True, rows=64, in_registers=True)]
+MANY = [Launch(True), Launch(True, in_registers=True), Launch(True, rows=64)]
 """Launches of decode steps of up to ``EARLY_ROWS`` rows, and of more."""
 CHUNKS = [
     triton_chunked.Launch(),

@@ -1,11 +1,13 @@
 """A decode step of Kimi Delta Attention with loads ordered by hand (Gluon, Hopper, heads of 128).
 
 A program is one head of one row. Its 64 KB of state are on their way to shared memory before anything else is read, so
-that no register waits for them, and three programs a multiprocessor hide each other's latency; or four, with a quarter
-of each state in registers, which 128 a thread have room for. What counts is then how many loads wait for one another:
-here slot and position, then all else at once, then the low-rank products. One warp convolves queries, one keys, one
-values; rows of the state are read and written whole. What the new state recalls is taken from the old one,
-``q (S + k e) = q S + (q k) e``: one pass for both products, a second that writes.
+that no register waits for them, and three programs a multiprocessor hide each other's latency. What counts is then how
+many loads wait for one another: here slot and position, then all else at once, then the low-rank products. One warp
+convolves queries, one keys, one values; rows of the state are read and written whole. What the new state recalls is
+taken from the old one, ``q (S + k e) = q S + (q k) e``: one pass for both products, a second that writes.
+
+Off until it is timed: a quarter of each state in registers, so that four programs find a place where a thread has no
+more than 128; what is summed within a thread then comes first.
 
 Gluon has no interpreter: only a GPU tests this as it is.
 """
@@ -23,12 +25,25 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 WARPS = 4
 MOST_TAPS = 4
 MOST_REGISTERS = 128
-"""A thread: with these four programs find a place."""
+"""A thread, where a quarter of the state is in registers."""
 
 
 @gluon.jit
 def _sigmoid(x):
     return 1.0 / (1.0 + gl.exp(-x))
+
+
+@gluon.jit
+def _quarter(held, last, i: gl.constexpr, rows: gl.constexpr, in_registers: gl.constexpr, layout: gl.constexpr):
+    """Rows of the state from ``i * rows`` on: of shared memory, or the last ones as they are."""
+    if in_registers:
+        if i < 3:
+            memory = held.index(i).load(layout)
+        else:
+            memory = last
+    else:
+        memory = held.slice(i * rows, rows).load(layout)
+    return memory
 
 
 @gluon.jit
@@ -67,7 +82,6 @@ def advance(
     p is in row ``p % length``. ``releases``: the next kernel may start when the state is stored, and must read nothing
     of this before its wait. ``in_registers``: the state's last 32 rows are."""
     rows: gl.constexpr = 32
-    copied: gl.constexpr = dim - rows if in_registers else dim
     by_row: gl.constexpr = gl.BlockedLayout([8, 4], [1, 32], [4, 1], [1, 0])
     by_warp: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     of_rows: gl.constexpr = gl.SliceLayout(1, by_row)
@@ -85,15 +99,22 @@ def advance(
     old = state + ((slot * versions + position % versions) * heads + h) * (dim * dim)
     new = state + ((slot * versions + (position + 1) % versions) * heads + h) * (dim * dim)
     column = gl.arange(0, dim, layout=of_columns)
-    row = gl.arange(0, rows, layout=of_rows)
-    square = row[:, None] * dim + column[None, :]
-    known = (row < gl.where(position > 0, rows, 0))[:, None]  # a fresh sequence starts from zeros
-    held = gl.allocate_shared_memory(gl.float32, [copied // rows, rows, dim], plain)
-    for i in gl.static_range(copied // rows):
-        async_copy.async_copy_global_to_shared(held.index(i), old + i * rows * dim + square, mask=known)
-    async_copy.commit_group()
     if in_registers:
-        last_rows = gl.load(old + copied * dim + square, mask=known, other=0.0)
+        row = gl.arange(0, rows, layout=of_rows)
+        known = (row < gl.where(position > 0, rows, 0))[:, None]  # a fresh sequence starts from zeros
+        place = old + row[:, None] * dim + column[None, :]
+        held = gl.allocate_shared_memory(gl.float32, [3, rows, dim], plain)
+        for i in gl.static_range(3):
+            async_copy.async_copy_global_to_shared(held.index(i), place + i * rows * dim, mask=known)
+        async_copy.commit_group()
+        last_rows = gl.load(place + 3 * rows * dim, mask=known, other=0.0)
+    else:
+        k_row = gl.arange(0, dim, layout=of_rows)
+        known = (k_row < gl.where(position > 0, dim, 0))[:, None]
+        held = gl.allocate_shared_memory(gl.float32, [dim, dim], plain)
+        async_copy.async_copy_global_to_shared(held, old + k_row[:, None] * dim + column[None, :], mask=known)
+        async_copy.commit_group()
+        last_rows = None
     gl.thread_barrier()  # or ptxas sends for the state when the convolution is done
 
     # kinds: query, key, value, and a fourth that is nothing
@@ -157,24 +178,23 @@ def advance(
     channel_key.store(key)
 
     async_copy.wait_group(0)
-    recalls = gl.zeros([4, dim], gl.float32, by_warp)
-    sees = gl.zeros([4, dim], gl.float32, by_warp)
+    summed: gl.constexpr = by_warp if in_registers else by_row
+    recalls = gl.zeros([4 if in_registers else rows, dim], gl.float32, summed)
+    sees = gl.zeros([4 if in_registers else rows, dim], gl.float32, summed)
     for i in gl.static_range(dim // rows):
-        if i < copied // rows:
-            memory = held.index(i).load(by_row)
-        else:
-            memory = last_rows
-        seen = (memory * query_kept.slice(i * rows, rows).load(of_rows)[:, None]).reshape([4, rows // 4, dim])
-        sees += gl.convert_layout(gl.sum(seen, axis=1), by_warp, assert_trivial=True)
-        recalled = (memory * key_kept.slice(i * rows, rows).load(of_rows)[:, None]).reshape([4, rows // 4, dim])
-        recalls += gl.convert_layout(gl.sum(recalled, axis=1), by_warp, assert_trivial=True)
-    recalled = gl.convert_layout(gl.sum(recalls, axis=0), of_columns, assert_trivial=True)
-    error = (value - recalled) * beta
+        memory = _quarter(held, last_rows, i, rows, in_registers, by_row)
+        seen = memory * query_kept.slice(i * rows, rows).load(of_rows)[:, None]
+        recalled = memory * key_kept.slice(i * rows, rows).load(of_rows)[:, None]
+        if in_registers:
+            seen = gl.convert_layout(gl.sum(seen.reshape([4, rows // 4, dim]), axis=1), by_warp, assert_trivial=True)
+            recalled = gl.sum(recalled.reshape([4, rows // 4, dim]), axis=1)
+            recalled = gl.convert_layout(recalled, by_warp, assert_trivial=True)
+        sees += seen
+        recalls += recalled
+    error = (value - gl.convert_layout(gl.sum(recalls, axis=0), of_columns, assert_trivial=True)) * beta
+    square = gl.arange(0, rows, layout=of_rows)[:, None] * dim + column[None, :]
     for i in gl.static_range(dim // rows):
-        if i < copied // rows:
-            memory = held.index(i).load(by_row)
-        else:
-            memory = last_rows
+        memory = _quarter(held, last_rows, i, rows, in_registers, by_row)
         left = memory * channel_kept.slice(i * rows, rows).load(of_rows)[:, None]
         moved = channel_key.slice(i * rows, rows).load(of_rows)[:, None] * error[None, :]
         gl.store(new + i * rows * dim + square, left + moved)

@@ -6,7 +6,7 @@ exponent is positive. A token is in one half only, so that one exponential a tok
 X is the inverse within blocks of s and B the new squares of ``beta A``, the inverse within blocks of 2s is
 ``X - X B X``. Products take bf16 on tensor cores (fp32 for fp32 models), sums and states are fp32. Against fp32 that
 makes 0.4 % of the result in norm with random keys and 1 % with nearly equal ones, were the inverse exact or not.
-Where the gate has a gentle lower bound, ``triton_blocks`` takes the first kernel's place.
+Where the gate has a gentle lower bound and heads are of 128, ``triton_blocks`` takes the first kernel's place.
 
 At 64 heads of 128 the first kernel reads 66 KB a token and writes 104 KB (by blocks 88), the second reads 72 KB and
 writes 16: 0.49 ms for 8,192 tokens at 4.28 TB/s. Products are 28 MFLOP a chunk and head, 0.29 ms at 790 TFLOP/s.
@@ -41,7 +41,8 @@ MAX_BYTES = 1 << 30
 class Launch:
     """Warps of the first kernel, the registers that a thread of it may have (128: two programs a multiprocessor) and
     the channels that it takes at once; columns of a state that a program of the second takes, its warps and stages.
-    With ``blocks`` the first kernel is ``triton_blocks``, where the gate allows it, launched so."""
+    With ``blocks`` the first kernel is ``triton_blocks``, where the gate allows it, launched so; None where K and V are
+    128."""
 
     chunk_warps: int = 8
     chunk_registers: int = 128
@@ -49,7 +50,7 @@ class Launch:
     columns: int = 64
     scan_warps: int = 4
     stages: int = 3
-    blocks: bool = True
+    blocks: bool | None = None
     block_warps: int = 4
     block_registers: int = 255
     block_piece: int = 32
@@ -123,7 +124,8 @@ def chunked(
     group = max(1, min(H, MAX_BYTES // a_head))
     made = q.new_empty(N * group * CHUNK * (K + V))
     narrow = q.is_cuda and q.dtype != torch.float32  # Triton's interpreter multiplies fp32 alone
-    blocks = launch.blocks and gentle(gate) and (narrow or not q.is_cuda)  # unrolled fp32 takes minutes to compile
+    blocks = K == V == 128 if launch.blocks is None else launch.blocks  # tried on a GPU at this size alone
+    blocks = blocks and gentle(gate) and (narrow or not q.is_cuda)  # unrolled fp32 takes minutes to compile
     marks = N * group * CHUNK // BLOCK * K
     sums = q.new_empty(marks) if blocks else q.new_empty(BLOCK * marks, dtype=torch.float32)
     reach, until = q.new_empty(2, N * group * CHUNK * K).unbind(0)

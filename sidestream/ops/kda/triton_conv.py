@@ -23,8 +23,6 @@ RUN, STEP = 32, 4
 """Tokens that a program walks along, with the last three inputs in registers, and how many inputs it asks for ahead."""
 WALK_CHANNELS = 1024
 """Of each token that it convolves and normalises."""
-WALKS = True
-"""Whether queries, keys and values of prompts go by walks."""
 
 
 def short_conv(x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, *, plan: RingPlan) -> torch.Tensor:
@@ -55,13 +53,16 @@ def heads_conv(
         x: [T or more, 3 * H * D]; rows from T on are not read.
         tokens: T, those of the plan. The ``first`` of them, one a sequence, are left to another kernel.
         dim: D, a power of two up to 512.
-        walk: each input is read once, by a program that walks along tokens (windows of four only); None is ``WALKS``.
+        walk: each input is read once, by a program that walks along tokens (windows of four only); None where heads
+            are of 128 and fill each program's channels.
     Returns:
         [3, T - first, H, D] in ``x.dtype``, normalised in fp32 before they are rounded.
     """
     width = x.shape[1] // 3
     out = torch.empty(3, tokens - first, width // dim, dim, dtype=x.dtype, device=x.device)
-    walk = (WALKS if walk is None else walk) and plan.window == STEP
+    if walk is None:
+        walk = dim == 128 and width % WALK_CHANNELS == 0  # tried on a GPU at this size alone
+    walk = walk and plan.window == STEP
     _launch(x, state, weight, out, plan, first=first, kept=first, tokens=tokens, unit=dim, walk=walk)
     return out
 

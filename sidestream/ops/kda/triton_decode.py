@@ -39,7 +39,7 @@ class Launch:
         overlap: start the second kernel beside the first, where the device can.
         early: start the first kernel while the one before it ends: its weights never change, so it has them by then.
         releases: let the kernel behind the second start while that ends.
-        in_registers: the ordered kernel keeps a quarter of each state there, the rest in shared memory.
+        in_registers: the ordered kernel keeps a quarter of each state there. Its sums round in another order then.
     """
 
     ordered: bool
@@ -129,7 +129,8 @@ def decode_step(
     given = (projected, conv_state, state, out, expanded, *memories, *numbers, T * H * D, *constants, overlap, releases)
     options: dict[str, bool] = {"launch_pdl": True} if overlap else {}
     if launch.ordered:
-        advance[(H, T)](*given, launch.in_registers, num_warps=WARPS, maxnreg=MOST_REGISTERS, **options)
+        most = {"maxnreg": MOST_REGISTERS} if launch.in_registers else {}
+        advance[(H, T)](*given, launch.in_registers, num_warps=WARPS, **most, **options)
     else:
         _advance[(H, T)](*given, min(launch.columns, D), num_warps=WARPS, **options)
     return out

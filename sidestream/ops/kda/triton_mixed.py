@@ -46,8 +46,11 @@ def mixed_step(
     lengths: Sequence[int],
     decodes: int,
     kept: Kept = (),
+    walk: bool | None = None,
+    launch: triton_chunked.Launch | None = None,
 ) -> torch.Tensor:
-    """As ``mixed.mixed_step``; for what ``takes`` allows. Decodes of one token are those of a decode step."""
+    """As ``mixed.mixed_step``; for what ``takes`` allows. Decodes of one token are those of a decode step. ``walk`` is
+    for ``triton_conv.heads_conv``, ``launch`` for ``triton_chunked.chunked``."""
     T, heads, dim = sum(lengths), A_log.numel(), expand.shape[2]
     width = heads * dim
     alone = decodes if decodes and lengths[0] == 1 else 0
@@ -73,7 +76,7 @@ def mixed_step(
     if alone < T:
         qkv = true_rows(projected, T)[:, : 3 * width]
         q, k, v = triton_conv.heads_conv(
-            qkv, conv_state, conv_weight, plan=plan, tokens=T, first=alone, dim=dim
+            qkv, conv_state, conv_weight, plan=plan, tokens=T, first=alone, dim=dim, walk=walk
         ).unbind(0)
         low = projected[alone:T, 3 * width : 3 * width + 2 * dim].view(-1, 2, dim).transpose(0, 1)
         forget, output_gate = torch.bmm(low, expand.transpose(1, 2)).view(2, -1, heads, dim).unbind(0)
@@ -105,6 +108,7 @@ def mixed_step(
                     starts=starts[decodes:],
                     lengths=lengths[decodes:],
                     kept=kept[decodes:],
+                    launch=launch,
                 )
             )
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -17,7 +19,9 @@ from sidestream.ops.kda import (
     reference,
     short_conv,
     torch_impl,
+    triton_chunked,
     triton_decode,
+    triton_mixed,
 )
 from tests.ops.kda.decode_step_case import decode_step_case, owned
 from tests.ops.kda.mixed_step_case import mixed_step_case
@@ -305,3 +309,46 @@ def test_mixed_step_gives_the_same_bits_whatever_stands_beside_a_prompt() -> Non
     other["projected"][101:] = torch.nan
     outputs = [mixed_run(map_tensors(made, torch.clone))[:101] for made in (*[case] * 10, other)]
     assert all(torch.equal(outputs[0], out) for out in outputs[1:])
+
+
+SMALL = [([0], [1]), ([0], [5]), ([0], [70]), ([3], [5]), ([0, 7, 0], [1, 70, 5])]
+"""Starts and lengths of prompts."""
+
+
+@pytest.mark.parametrize(("starts", "lengths"), SMALL)
+def test_prompts_of_a_small_model_equal_the_formula(starts: list[int], lengths: list[int]) -> None:
+    """Heads of the bundled model: 4 of 32."""
+    for bound in (-5.0, None):
+        torch.manual_seed(0)
+        case = mixed_step_case(starts, lengths, 4, 32, padding=3, lower_bound=bound, dtype=torch.bfloat16)
+        assert small_error(case, {}) < BF16_STEPS
+
+
+@pytest.mark.parametrize("walk", [False, True], ids=["tiles", "walks"])
+@pytest.mark.parametrize("blocks", [False, True], ids=["halves", "blocks"])
+@pytest.mark.parametrize(("heads", "dim"), [(4, 32), (3, 64), (4, 128)])
+def test_each_form_of_prompts_equals_the_formula_at_small_sizes(heads: int, dim: int, blocks: bool, walk: bool) -> None:
+    """Asked for, whether it is chosen or not; in a process of its own, since an illegal access ends all in it."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        assert pool.submit(errors_of_form, heads, dim, blocks, walk).result() < BF16_STEPS
+
+
+def errors_of_form(heads: int, dim: int, blocks: bool, walk: bool) -> float:
+    """The largest of ``SMALL`` and gates with a gentle bound, each waited for."""
+    torch.manual_seed(0)
+    form = {"walk": walk, "launch": triton_chunked.Launch(blocks=blocks)}
+    cases = [mixed_step_case(*where, heads, dim, padding=3, dtype=torch.bfloat16) for where in SMALL]
+    return max(small_error(case, form) for case in cases)
+
+
+def small_error(case: dict[str, Any], form: dict[str, Any]) -> float:
+    """Of output and states in norm, the larger; infinity if one is not finite, or what nobody owns was written."""
+    mine = to_gpu(case)
+    got = (triton_mixed.mixed_step(**mine, **form) if form else mixed_run(mine)).cpu().float()
+    want = reference.mixed_step(**case).float()
+    state, ring, truth = mine["state"].cpu(), mine["conv_state"].cpu(), case["state"]
+    same_ring = torch.equal(ring.nan_to_num(7.0), case["conv_state"].nan_to_num(7.0))
+    if not same_ring or not torch.equal(state.isnan(), truth.isnan()):
+        return float("inf")
+    pairs = ((got, want), (state.nan_to_num(0.0), truth.nan_to_num(0.0)))
+    return max(float(((a - b).norm() / b.norm()).nan_to_num(float("inf"))) for a, b in pairs)

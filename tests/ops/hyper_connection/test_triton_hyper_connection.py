@@ -115,6 +115,7 @@ def test_what_the_kernels_take() -> None:
         launch = triton_pre.launch_for(rows, 16_384)
         assert launch.block * triton_pre.COLUMNS <= 4096
         assert launch.shares & (launch.shares - 1) == 0
+        assert launch.factors == (rows <= 16)  # as timed on a GPU
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

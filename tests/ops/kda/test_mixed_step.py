@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sidestream.core.ring import plan_ring
-from sidestream.ops.kda import mixed, reference, triton_decode, triton_mixed
+from sidestream.ops.kda import mixed, reference, triton_chunked, triton_decode, triton_mixed
 from tests.ops.kda.mixed_step_case import mixed_step_case
 from tests.ops.operator_case import map_tensors
 from tests.ops.triton_mode import DEVICE
@@ -42,6 +42,19 @@ def test_a_step_equals_the_formula(
     want = reference.mixed_step(**truth)
     assert got.shape == (sum(lengths), 32)
     torch.testing.assert_close(got, want, rtol=FP32_GEMM, atol=FP32_RECURRENCE)
+    torch.testing.assert_close(clean(mine["state"]), clean(truth["state"]), rtol=0, atol=FP32_RECURRENCE)
+    assert torch.equal(clean(mine["conv_state"]), clean(truth["conv_state"]))
+
+
+@pytest.mark.parametrize("walk", [False, True])
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+def test_a_prompt_equals_the_formula_in_each_form_that_is_asked_for(tokens: int, blocks: bool, walk: bool) -> None:
+    """At heads smaller than those for which either is chosen, fresh and behind tokens of its own."""
+    case = mixed_step_case([0, 6], [tokens, 3], 2, 16, padding=2)
+    truth, mine = map_tensors(case, torch.clone), map_tensors(case, lambda tensor: tensor.clone().to(DEVICE))
+    got = triton_mixed.mixed_step(**mine, walk=walk, launch=triton_chunked.Launch(blocks=blocks)).cpu()
+    torch.testing.assert_close(got, reference.mixed_step(**truth), rtol=FP32_GEMM, atol=FP32_RECURRENCE)
     torch.testing.assert_close(clean(mine["state"]), clean(truth["state"]), rtol=0, atol=FP32_RECURRENCE)
     assert torch.equal(clean(mine["conv_state"]), clean(truth["conv_state"]))
 

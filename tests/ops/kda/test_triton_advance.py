@@ -52,5 +52,5 @@ def test_a_step_equals_the_formula(versions: int, rollback: int, bounded: bool, 
     mine = map_tensors(case, torch.clone)
     given = arguments(mine, bounded, in_registers)
     for program in ((h, t) for h in range(HEADS) for t in range(6)):
-        run(triton_advance.advance, (triton_advance._sigmoid,), program, given, late=(4,))
+        run(triton_advance.advance, (triton_advance._sigmoid, triton_advance._quarter), program, given, late=(4,))
     check(case, mine, given[3])

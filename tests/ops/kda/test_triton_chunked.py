@@ -9,6 +9,7 @@ import torch
 
 from sidestream.ops.kda import reference, triton_blocks, triton_chunked
 from sidestream.ops.kda.torch_impl import ForgetGate
+from tests.ops.kda.kernels_met import Met
 from tests.ops.triton_mode import DEVICE
 from tests.tolerances import FP32_RECURRENCE
 
@@ -78,6 +79,22 @@ def test_a_gate_that_forgets_more_than_blocks_hold_goes_by_halves(bound: float |
     truth, where = state.clone(), {"slots": [1], "starts": [0], "lengths": [40]}
     close(run(made, gate, state, BLOCKS, **where), formula(made, gate, truth, **where))
     close(state, truth)
+
+
+@pytest.mark.parametrize(("size_k", "size_v"), [(128, 128), (32, 32), (64, 64), (64, 128), (128, 64)])
+def test_which_kernel_takes_a_chunk(size_k: int, size_v: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks only at the size that a GPU has run, unless they are asked for."""
+    met: list[str] = []
+    for name in ("within_blocks", "_within", "_carry"):
+        monkeypatch.setattr(triton_chunked, name, Met(name, met))
+    q, v, beta = torch.empty(5, HEADS, size_k), torch.empty(5, HEADS, size_v), torch.empty(5, HEADS)
+    gate = ForgetGate(torch.empty(HEADS * size_k), torch.empty(HEADS), -5.0)
+    state = torch.empty(2, 1, HEADS, size_k, size_v)
+    where: dict[str, Any] = {"slots": [1], "starts": [0], "lengths": [5]}
+    for launch in (None, BLOCKS, HALVES):
+        triton_chunked.chunked(q, q, v, forget=q, beta=beta, gate=gate, state=state, launch=launch, **where)
+    usual = "within_blocks" if (size_k, size_v) == (128, 128) else "_within"
+    assert met == [usual, "_carry", "within_blocks", "_carry", "_within", "_carry"]
 
 
 def test_blocks_that_forget_all_they_can_then_nothing() -> None:

@@ -7,6 +7,7 @@ import torch
 
 from sidestream.core.ring import plan_ring
 from sidestream.ops.kda import reference, torch_impl, triton_conv, triton_recurrent
+from tests.ops.kda.kernels_met import Met
 from tests.ops.operator_case import map_tensors
 from tests.ops.triton_mode import DEVICE
 from tests.tolerances import BF16_OUTPUT, FP32_ROUNDING
@@ -86,6 +87,33 @@ def test_heads_conv_equals_the_formula(
     for slot in slots[:first]:  # whose rings are left to another kernel
         truth[3 * slot : 3 * slot + 3] = state[3 * slot : 3 * slot + 3].float()
     assert torch.equal(mine["state"].float().cpu().nan_to_num(7.0), truth.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "window", "usual"),
+    [
+        (8, 128, 4, "_walk"),
+        (64, 128, 4, "_walk"),
+        (4, 128, 4, "_convolve"),
+        (12, 128, 4, "_convolve"),
+        (4, 32, 4, "_convolve"),
+        (32, 32, 4, "_convolve"),
+        (8, 128, 3, "_convolve"),
+    ],
+)
+def test_which_kernel_convolves_heads(
+    heads: int, dim: int, window: int, usual: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Walks only at the size that a GPU has run, unless they are asked for."""
+    met: list[str] = []
+    for name in ("_walk", "_convolve", "_keep"):
+        monkeypatch.setattr(triton_conv, name, Met(name, met))
+    plan, width = plan_ring([0], [5], [1], window=window, ring_length=3), 3 * heads * dim
+    x, state, weight = torch.empty(5, width), torch.empty(6, width), torch.empty(width, window)
+    for walk in (None, True, False):
+        triton_conv.heads_conv(x, state, weight, plan=plan, tokens=5, first=0, dim=dim, walk=walk)
+    asked = "_walk" if window == 4 else "_convolve"
+    assert [name for name in met if name != "_keep"] == [usual, asked, "_convolve"]
 
 
 @pytest.mark.parametrize("bound", [-5.0, None])
