@@ -9,6 +9,9 @@ FP32_GEMM = 1e-5
 """fp32 matrix products over some hundred terms of order one, compared between two libraries or two orders."""
 FP32_RECURRENCE = 2e-5
 """fp32 linear attention carried over hundreds of tokens: chunked against token by token."""
+FP32_DIFFERENCE = 2**-23
+"""Of the larger of two fp32 sums that were added in different orders: what their difference is off by if each is
+rounded once, to 24 bits."""
 BF16_OUTPUT = 2**-8
 """Relative: half a bf16 ulp (8 significant bits), for fp32 results that are rounded to bf16 once."""
 BF16_STEPS = 2**-6
