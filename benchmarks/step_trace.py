@@ -20,7 +20,7 @@ GAP_US = 500.0
 """Nothing runs for longer than this between two steps, and for less within one."""
 ROLES = (
     ("rows from the host", ("_copy_rows",)),
-    ("residency", ("_resolve_kernel",)),
+    ("residency", ("_resolve_kernel", "_resolve_once_kernel")),
     ("blocks that move", ("Memcpy DtoH", "Memcpy HtoD")),
 )
 """Role of an event by parts of its name; all others compute."""
@@ -85,11 +85,16 @@ def span(events: Sequence[Event]) -> float:
 
 
 def copies(events: Sequence[Event]) -> dict[str, float]:
-    """Milliseconds of the copies of rows, and the share of them that ran beside something that computes."""
-    rows = [e for e in events if role(e) == ROLES[0][0]]
-    total = sum(e["dur"] for e in rows)
-    busy = union([(e["ts"], e["ts"] + e["dur"]) for e in events if role(e) == "compute"])
-    beside = sum(max(0.0, min(end, e["ts"] + e["dur"]) - max(begin, e["ts"])) for e in rows for begin, end in busy)
+    """Milliseconds in which rows were copied, and the share of them in which something computed as well.
+
+    A kernel that was launched early has begun while it still waits for the one before: such time counts once.
+    """
+    rows, busy = (
+        union([(e["ts"], e["ts"] + e["dur"]) for e in events if role(e) == wanted])
+        for wanted in (ROLES[0][0], "compute")
+    )
+    total = sum(end - begin for begin, end in rows)
+    beside = sum(max(0.0, min(b, d) - max(a, c)) for a, b in rows for c, d in busy)
     return {"copy_ms": total / 1e3, "copy_beside_compute": beside / total if total else 1.0, "step_us": span(events)}
 
 

@@ -17,6 +17,7 @@ from benchmarks.chosen_experts import ChosenExperts, different, mlp
 from benchmarks.hisparse_gpu import CASES, chosen, compared, main, parsed
 from benchmarks.replayed_selections import REAL, ReplayedSelections, indexer
 from scripts.trace_timeline import COLORS, drawing
+from scripts.trace_timeline import main as draw
 
 SMALL = ["--device", "cpu", "--config", "tiny", "--context", "512", "--steps", "4", "--warm", "3"]
 
@@ -175,3 +176,33 @@ def test_a_step_is_cut_out_and_its_copies_measured() -> None:
     assert re.findall(r'width="([0-9.]+)" height="26"', drawing(early, {})) == ["826.79", "99.21"]
     with pytest.raises(SystemExit, match="nothing to draw"):
         drawing([], {})
+
+
+def test_copies_launched_early_count_once() -> None:
+    """The second waits for the first for 60 us; attention runs beside both for 50."""
+    step = [kernel("_resolve_once_kernel", 0, 10, 9), kernel("_copy_rows_kernel", 10, 100, 9)]
+    step += [kernel("_copy_rows_kernel", 50, 150, 9), kernel("attend", 80, 50), kernel("merge", 100, 30)]
+    assert step_trace.copies(step)["copy_ms"] == pytest.approx(0.19)
+    assert step_trace.copies(step)["copy_beside_compute"] == pytest.approx(50 / 190)
+
+
+def test_lanes_by_stream_and_a_window(tmp_path: Path) -> None:
+    """A conversion on the side stream, drawn with its name behind it as far as the lane is free."""
+    step = [kernel("_select_kernel", 0, 100), kernel("nvjet_a", 110, 200), kernel("attend_roles", 400, 600)]
+    step += [kernel("_map_kernel", 120, 5, 9), kernel("_map_kernel", 130, 5, 9), kernel("_map_kernel", 620, 5, 9)]
+    trace, out = tmp_path / "a.trace.json", tmp_path / "a.svg"
+    step_trace.write(trace, step, {"policy": "external"})
+    draw([str(trace), str(out), "--lanes", "streams", "--window", "0.1", "0.6"])
+    picture = out.read_text()
+    assert picture.count(f'fill="{COLORS["side stream"]}"') == 3 + 2
+    assert picture.count(f'fill="{COLORS["compute stream"]}"') == 3 + 2
+    assert "0.1 to 0.6 ms:" in picture
+    assert "beside compute" not in picture
+    names = re.findall(r'<text x="([0-9.]+)" y="[0-9]+">conversion<', picture)
+    scale = 1100 - 150 - 24
+    expected = [150 + 135 * scale / 1000 + 4, 150 + 625 * scale / 1000 + 4, 150 + 35 * scale / 500 + 4]
+    assert [float(x) for x in names] == pytest.approx(expected, abs=0.01)
+    with pytest.raises(SystemExit, match=r"--window is 0.5 to 2 ms, and the step 0 to 1"):
+        draw([str(trace), str(out), "--window", "0.5", "2"])
+    with pytest.raises(SystemExit, match=r"--window is 0.5 to 0.5 ms"):
+        draw([str(trace), str(out), "--window", "0.5", "0.5"])
