@@ -18,8 +18,9 @@ selection is replaced (``replayed_selections``), in every case but ``chance``, a
 all of them. Everything else is the real path in FULL graphs: residency, copies, attention, sampling, the step
 launched ahead.
 
-``experts`` counts those that a step's tokens choose between them, layer by layer: each is read whole, so what differs
-in them by more than 5 % is not compared, and ``apart`` says so.
+Tokens are drawn at temperature 1, since greedy sequences go round in circles, some of them together. ``experts`` counts
+those that a step's tokens choose between them, layer by layer: each is read whole, so what differs in them by more than
+5 % is not compared, and ``apart`` says so.
 
 ``still_ms`` is the same engine with an overlap of 100 %, when nothing is copied. What a case takes longer is exposed;
 the rest of ``copy_ms``, the profiler's time of the copies (from the bytes at 53 GB/s without a GPU), is hidden. The
