@@ -19,11 +19,11 @@ def test_torch_equals_the_model_over_random_steps(rows_each: int, num_steps: int
     Steps(torch_impl.resolve, "cpu", rows_each=rows_each, seed=rows_each).run(num_steps)
 
 
+@pytest.mark.parametrize("num_steps", [150] if INTERPRETED else [150, 3500], ids="{}steps".format)
 @pytest.mark.parametrize(
     ("once", "rows_each", "num_slots"), [(False, 1, 13), (False, 3, 13), (True, 1, 13), (True, 2, 16), (True, 3, 13)]
 )
-def test_triton_equals_the_model_over_random_steps(once: bool, rows_each: int, num_slots: int) -> None:
-    num_steps = 150 if INTERPRETED else 3500
+def test_triton_equals_the_model_over_random_steps(once: bool, rows_each: int, num_slots: int, num_steps: int) -> None:
     resolve = partial(triton_resolve.resolve, plan=ResolvePlan(once=once))
     Steps(resolve, DEVICE, rows_each=rows_each, seed=10 + rows_each, num_slots=num_slots).run(num_steps)
 
