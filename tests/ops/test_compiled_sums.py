@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -11,6 +12,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+OF_BF16 = {
+    "hyper_connection/triton_post_pre.py": {"_mix_and_multiply_rows"},
+    "hyper_connection/triton_pre.py": {"multiplied"},
+    "indexer/triton_decode.py": {"_score_tile"},
+    "indexer/triton_prefill.py": {"_score_tile"},
+    "kda/triton_blocks.py": {"product"},
+    "kda/triton_decode.py": {"_expand"},
+    "linear/triton_linear.py": {"_some_rows"},
+    "moe/triton_route.py": {"_scores"},
+}
+"""Functions with products that need not ask for all bits of fp32: on a GPU their factors are bf16, by what the operator
+takes or by a constant of the compilation."""
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +76,18 @@ def test_fp32_products_of_experts_keep_all_their_bits(kernel: str, compiled: dic
     for ptx in compiled[kernel]:
         assert "tf32" not in ptx
         assert "fma.rn.f32" in ptx
+
+
+def test_products_ask_for_all_bits_of_fp32() -> None:
+    """``tl.dot`` takes fp32 as tf32 unless it is asked not to."""
+    found: dict[str, set[str]] = {}
+    ops = ROOT / "sidestream" / "ops"
+    for path in sorted(ops.rglob("triton_*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+            dots = [call for call in calls if ast.unparse(call.func) == "tl.dot"]
+            if any("input_precision='ieee'" not in map(ast.unparse, dot.keywords) for dot in dots):
+                found.setdefault(path.relative_to(ops).as_posix(), set()).add(function.name)
+    assert found == OF_BF16
