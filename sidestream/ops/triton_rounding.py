@@ -1,4 +1,4 @@
-"""Rounding in Triton kernels: products by themselves, and to bf16 by the instruction that converts two numbers at a time.
+"""Rounding in Triton kernels: products by themselves, and to bf16 by the instruction that converts two numbers at once.
 
 The one for a single number is four times as slow, and the compiler takes it wherever a rounded number is widened again.
 Interpreted kernels have no assembly, so they pass ``FAST`` as false.
