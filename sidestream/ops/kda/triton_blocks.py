@@ -19,6 +19,9 @@ BLOCK = 16
 RANGE = 40.0
 """What half a block may forget, in powers of e: products of two factors and sums of 128 of them are finite in fp32, and
 what is 1e-17 of the largest still has all its digits."""
+LEAST_CHANNELS = 64
+"""Of a bf16 head, K and V: with fewer, ptxas 12.8 makes matrix descriptors of the last products but one from the wrong
+register, and they read beyond the program's shared memory (an illegal memory access)."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 

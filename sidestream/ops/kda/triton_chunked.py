@@ -25,7 +25,7 @@ import triton.language as tl
 from sidestream.core.batch import Split
 from sidestream.ops.kda.kept_states import Kept, by_sequence, row_of, runs_of
 from sidestream.ops.kda.torch_impl import ForgetGate
-from sidestream.ops.kda.triton_blocks import BLOCK, gentle, product, within_blocks
+from sidestream.ops.kda.triton_blocks import BLOCK, LEAST_CHANNELS, gentle, product, within_blocks
 from sidestream.ops.kda.triton_conv import log_decay
 
 CHUNK = 64
@@ -41,8 +41,8 @@ MAX_BYTES = 1 << 30
 class Launch:
     """Warps of the first kernel, the registers that a thread of it may have (128: two programs a multiprocessor) and
     the channels that it takes at once; columns of a state that a program of the second takes, its warps and stages.
-    With ``blocks`` the first kernel is ``triton_blocks``, where the gate allows it, launched so; None where K and V are
-    128."""
+    With ``blocks`` the first kernel is ``triton_blocks``, where the gate and the size of heads allow it, launched so;
+    None where K and V are 128."""
 
     chunk_warps: int = 8
     chunk_registers: int = 128
@@ -125,7 +125,8 @@ def chunked(
     made = q.new_empty(N * group * CHUNK * (K + V))
     narrow = q.is_cuda and q.dtype != torch.float32  # Triton's interpreter multiplies fp32 alone
     blocks = K == V == 128 if launch.blocks is None else launch.blocks  # tried on a GPU at this size alone
-    blocks = blocks and gentle(gate) and (narrow or not q.is_cuda)  # unrolled fp32 takes minutes to compile
+    suits = min(K, V) >= LEAST_CHANNELS if narrow else not q.is_cuda  # unrolled fp32 takes minutes to compile
+    blocks = blocks and gentle(gate) and suits
     marks = N * group * CHUNK // BLOCK * K
     sums = q.new_empty(marks) if blocks else q.new_empty(BLOCK * marks, dtype=torch.float32)
     reach, until = q.new_empty(2, N * group * CHUNK * K).unbind(0)
