@@ -101,7 +101,8 @@ class Scheduler:
         return self.config.room(num_prompt_tokens)
 
     def add(self, request: Request) -> None:
-        """Queue a request; if it fails, by an interrupt for example, nothing has changed.
+        """Queue a request; if it fails, by an interrupt for example, nothing has changed, unless what the last planned
+        step computes was still to be entered: call ``remember`` first, as an engine's step does.
 
         Raises:
             RequestError: the prompt is empty or too long for ``max_model_len``, or the id is in use.

@@ -133,3 +133,20 @@ def test_a_failed_step_empties_the_cache(folder: Path) -> None:
     assert again.cached_tokens == 0
     assert again.tokens == first.tokens
     assert serving.serve("once more", [*STEM, *ONE], max_tokens=3).cached_tokens == 48
+
+
+def test_a_step_leaves_nothing_to_be_remembered(folder: Path) -> None:
+    """Or else an interrupt within ``add`` could leave that half done, in flight as the step is."""
+    serving = on_device(folder, "none", Order.LAZY)
+    core = serving.core
+    cache = core.scheduler._prefixes._cache
+    assert cache is not None
+    serving.add("long", [*STEM, *ONE], max_tokens=3)
+    serving.add("short", TWO, max_tokens=3)
+    steps = 0
+    while core.has_work():
+        core.advance()
+        core.outbox.clear()
+        assert not cache._unpublished, f"after step {steps}"
+        steps += 1
+    assert steps > 3
