@@ -12,8 +12,8 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def narrowed(value: tl.tensor, dtype: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """fp32 in ``dtype``. ``FAST``, for bf16: two numbers at a time."""
-    if FAST:
+    """fp32 in ``dtype``. ``FAST``, for bf16: two numbers at a time, where there are two."""
+    if FAST and value.numel % 2 == 0:
         result = tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [value], dtype=tl.bfloat16, is_pure=True, pack=2
         )
