@@ -242,11 +242,11 @@ def short(tiles: Tiles) -> str:
     return f"({tiles.columns}, {tiles.depth}, {tiles.warps}, {tiles.stages})"
 
 
-def routers(tokens: int) -> list[RouterTiles]:
+def routers(tokens: int, num_experts: int) -> list[RouterTiles]:
     tried = list(LANES if tokens == 1 else FEW_LANES if tokens <= 16 else [])
     tried += [RouterTiles(*dot, 3, dot=True) for dot in DOTS.get(tokens, ())]
     tried = [tiles for plain in tried for tiles in (plain, replace(plain, pdl=True))]
-    table = router_tiles(tokens, torch.bfloat16)
+    table = router_tiles(tokens, num_experts, torch.bfloat16)
     return list(dict.fromkeys([*tried, *([table] if table is not None else [])]))
 
 
@@ -268,9 +268,9 @@ def bench_route(report: Report, num_experts: int, tokens: int, *, sweep: bool) -
         )
 
     measure("torch", torch_impl.route)
-    measure("table", partial(triton_route.route, tiles=router_tiles(tokens, torch.bfloat16)))
+    measure("table", partial(triton_route.route, tiles=router_tiles(tokens, num_experts, torch.bfloat16)))
     measure("library's product", partial(triton_route.route, tiles=None))
-    for tiles in routers(tokens) if sweep else ():
+    for tiles in routers(tokens, num_experts) if sweep else ():
         measure(str(tiles), partial(triton_route.route, tiles=tiles))
 
 
@@ -343,8 +343,9 @@ def jobs(expert_tokens: Iterable[int], router_tokens: Iterable[int], *, sweep: b
             for i in range(max(len(ups), len(downs))):
                 yield enough, 1, ExpertTiles(rows, ups[i % len(ups)], downs[i % len(downs)], described)
     for tokens in router_tokens:
-        for tiles in routers(tokens) if sweep else [router_tiles(tokens, torch.bfloat16)]:
-            for num_experts in ROUTED:
+        for num_experts in ROUTED:
+            table = router_tiles(tokens, num_experts, torch.bfloat16)
+            for tiles in routers(tokens, num_experts) if sweep else [table]:
                 yield tokens, num_experts, tiles
 
 

@@ -1,6 +1,6 @@
 """Time variants of the router of few tokens on a GPU: each checked, then timed in graphs, as ``bench_moe.py`` does.
 
-    PYTHONPATH=. python benchmarks/kernels/bench_route.py OUT.json [--tokens 1 8 64]
+    PYTHONPATH=. python benchmarks/kernels/bench_route.py OUT.json [--experts 64 288] [--tokens 1 8 64]
 
 A variant is how the product is cut, and whether each expert's place is counted or searched for. ``table`` is what the
 launcher takes.
@@ -14,65 +14,81 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
-from typing import Any
 
 import torch
 
 from benchmarks.kernels.bench_moe import BYTES_PER_US, CHOICE, HIDDEN, Report, Shape, draw, error_of
 from benchmarks.kernels.results import out_file
 from sidestream.ops.moe import torch_impl, triton_route
-from sidestream.ops.moe.triton_tiles import RouterTiles, router_tiles
+from sidestream.ops.moe.triton_tiles import FEW_EXPERTS, RouterTiles, router_tiles
 
-NUM_EXPERTS = 64
-FEW = [RouterTiles(16, 32, 64, 64, 4, 1, dot=True, pdl=True), RouterTiles(16, 16, 128, 32, 4, 1, dot=True, pdl=True)]
-MANY = [RouterTiles(64, 16, 128, 32, 4, 1, dot=True, pdl=True), RouterTiles(64, 16, 64, 64, 4, 1, dot=True, pdl=True)]
-CUTS = {1: FEW, 8: [*FEW, replace(FEW[1], choice_warps=1)], 16: FEW, 32: MANY, 64: MANY}
+NARROW = RouterTiles(16, 16, 128, 32, 4, 1, dot=True, pdl=True)
+SHALLOW = RouterTiles(16, 32, 64, 64, 4, 1, dot=True, pdl=True)
+TALL = RouterTiles(64, 16, 128, 32, 4, 1, dot=True, pdl=True)
+CUTS = {1: [], 4: [NARROW], 8: [NARROW, SHALLOW], 16: [NARROW, SHALLOW], 32: [TALL], 64: [TALL], 128: [TALL]}
 """By tokens: a program's share of the depth is one step, whose weights it loads before it waits for the tokens."""
 
 
-def variants(tokens: int) -> dict[str, dict[str, Any]]:
-    table = router_tiles(tokens, torch.bfloat16)
-    cuts = CUTS[max(least for least in CUTS if least <= tokens)]
-    made: dict[str, dict[str, Any]] = {"table": {"tiles": table}, "table, counted": {"tiles": table, "ranked": True}}
-    return made | {f"counted, {tiles}": {"tiles": tiles, "ranked": True} for tiles in cuts}
+def variants(tokens: int, num_experts: int) -> dict[str, RouterTiles]:
+    """Places are counted for few experts alone: pairs of scores grow with the square."""
+    table = router_tiles(tokens, num_experts, torch.bfloat16)
+    assert table is not None  # bf16
+    few = num_experts <= FEW_EXPERTS
+    cuts = [replace(tiles, counted=few) for tiles in CUTS[max(least for least in CUTS if least <= tokens)]]
+    made = {"table": table, **({"table, other places": replace(table, counted=not table.counted)} if few else {})}
+    return made | {str(tiles): tiles for tiles in cuts if tiles != table}
 
 
-def compile_one(tokens: int, name: str) -> None:
+def compile_one(tokens: int, num_experts: int, name: str) -> None:
     """In a process of its own: fill Triton's cache on disk."""
-    weight, bias = torch.zeros(NUM_EXPERTS, HIDDEN, device="cuda"), torch.zeros(NUM_EXPERTS, device="cuda")
+    weight, bias = torch.zeros(num_experts, HIDDEN, device="cuda"), torch.zeros(num_experts, device="cuda")
+    tiles = variants(tokens, num_experts)[name]
     try:
-        triton_route.route(draw(tokens, HIDDEN), weight, bias, **CHOICE, **variants(tokens)[name])
+        triton_route.route(draw(tokens, HIDDEN), weight, bias, **CHOICE, tiles=tiles)
         torch.cuda.synchronize()
     except Exception as fault:  # noqa: BLE001  # reported when the variant is timed
         print(f"{name}: {type(fault).__name__}")
 
 
+def bench(report: Report, tokens: int, weight: torch.Tensor, bias: torch.Tensor) -> None:
+    """``weight`` [sets, experts, HIDDEN]: more bytes than the L2 cache holds."""
+    sets, num_experts = weight.shape[:2]
+    x = draw(tokens, HIDDEN)
+    floor = (4 * num_experts * HIDDEN + 2 * tokens * HIDDEN) / BYTES_PER_US
+    want = torch_impl.route(x, weight[0], bias, **CHOICE)[0]
+    for name, tiles in variants(tokens, num_experts).items():
+        route = partial(triton_route.route, **CHOICE, tiles=tiles)
+        us = report.add(
+            Shape(f"route {tokens} of {num_experts}", floor, sets, sets),
+            name,
+            lambda i: route(x, weight[i], bias),  # noqa: B023
+            lambda: error_of(route(x, weight[0], bias)[0], want),  # noqa: B023
+        )
+        print(f"{num_experts} experts {tokens:3d} tokens {us:7.2f} us  {name}  {report.rows[-1].get('fault', '')}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=out_file)
-    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 8, 16, 32, 64])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 4, 8, 16, 32, 64, 128])
+    parser.add_argument("--experts", type=int, nargs="*", default=[64, 288])
     options = parser.parse_args()
     torch.manual_seed(1)
-    jobs = [(tokens, name) for tokens in options.tokens for name in variants(tokens)]
+    jobs = [
+        (tokens, num_experts, name)
+        for num_experts in options.experts
+        for tokens in options.tokens
+        for name in variants(tokens, num_experts)
+    ]
     with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_one, *zip(*jobs, strict=True)))
-    report, sets = Report(out=options.out), 72
-    weight = torch.randn(sets, NUM_EXPERTS, HIDDEN, device="cuda") / HIDDEN**0.5
-    bias = torch.randn(NUM_EXPERTS, device="cuda") * 0.3
+    report = Report(out=options.out)
     with torch.inference_mode():
-        for tokens in options.tokens:
-            x = draw(tokens, HIDDEN)
-            floor = (4 * NUM_EXPERTS * HIDDEN + 2 * tokens * HIDDEN) / BYTES_PER_US
-            want = torch_impl.route(x, weight[0], bias, **CHOICE)[0]
-            for name, chosen in variants(tokens).items():
-                route = partial(triton_route.route, **CHOICE, **chosen)
-                us = report.add(
-                    Shape(f"route {tokens} of {NUM_EXPERTS}", floor, sets, sets),
-                    name,
-                    lambda i: route(x, weight[i], bias),  # noqa: B023
-                    lambda: error_of(route(x, weight[0], bias)[0], want),  # noqa: B023
-                )
-                print(f"{tokens:3d} tokens {us:7.2f} us  {name}  {report.rows[-1].get('fault', '')}")
+        for num_experts in options.experts:
+            weight = torch.randn(72 * 64 // num_experts, num_experts, HIDDEN, device="cuda") / HIDDEN**0.5
+            bias = torch.randn(num_experts, device="cuda") * 0.3
+            for tokens in options.tokens:
+                bench(report, tokens, weight, bias)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def route(
     if suits and weight.shape[0] <= MOST_EXPERTS and x.shape[1] % SMALLEST_TILE == 0:
         from sidestream.ops.moe import triton_route
 
-        run = partial(triton_route.route, tiles=router_tiles(x.shape[0], x.dtype))
+        run = partial(triton_route.route, tiles=router_tiles(x.shape[0], weight.shape[0], x.dtype))
     return run(
         x,
         weight,

@@ -15,8 +15,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sidestream.ops.moe.triton_tiles import RouterTiles, dividing
 from sidestream.ops.triton_rounding import bf16_terms, lone_product, not_before
 
-RANKED_EXPERTS = 0
-"""Up to so many experts, a power of two, each one's place is counted; more are searched for the best, once a place."""
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """The interpreter multiplies bf16 wrongly."""
 
@@ -33,12 +31,11 @@ def route(
     scale: float,
     live: torch.Tensor | None = None,
     tiles: RouterTiles | None,
-    ranked: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``torch_impl.route`` for at least one token; NaN counts as the worst score and still names experts.
 
     A token's bits depend on the token, on the number of tokens and on ``tiles``; without ``tiles`` the product is the
-    library's, and may depend on the batch as any GEMM's. ``ranked``: see ``RANKED_EXPERTS``, the default.
+    library's, and may depend on the batch as any GEMM's.
     """
     T, H = x.shape
     E = weight.shape[0]
@@ -72,8 +69,6 @@ def route(
     ids = torch.empty(T, top_k, dtype=torch.int64, device=x.device)
     size = E // num_groups
     groups, width = triton.next_power_of_2(num_groups), triton.next_power_of_2(size)
-    if ranked is None:
-        ranked = groups * width <= RANKED_EXPERTS
     _choose[(T,)](
         parts,
         bias,
@@ -94,7 +89,7 @@ def route(
         GROUPS=groups,
         SIZE=width,
         PLACES=triton.next_power_of_2(top_k),
-        RANKED=ranked,
+        COUNTED=tiles is not None and tiles.counted,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=1 if tiles is None else tiles.choice_warps,
@@ -210,7 +205,7 @@ def _choose(
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
     PLACES: tl.constexpr,
-    RANKED: tl.constexpr,
+    COUNTED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """One token: experts lie as [GROUPS, SIZE], so that a group's best two are maxima over an axis. ``live`` counts if
@@ -246,8 +241,7 @@ def _choose(
             group_key = tl.where(taken, -0x7FFFFFFFFFFFFFFF, group_key)
         there = there & kept[:, None]
     key = _rank(biased, expert, there)
-    if RANKED:
-        # All pairs are compared at once: a search a place is a chain of TOP_K searches.
+    if COUNTED:
         keys, score = key.reshape(GROUPS * SIZE), score.reshape(GROUPS * SIZE)
         place = tl.sum((keys[:, None] > keys[None, :]).to(tl.int32), 0)
         taken = place < TOP_K

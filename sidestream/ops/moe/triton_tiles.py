@@ -75,7 +75,8 @@ class RouterTiles:
     """Router product: a program takes ``rows`` tokens, ``experts`` experts and one of ``splits`` parts of the depth.
 
     ``dot`` multiplies by ``tl.dot``, which wants 16 rows; otherwise products are summed lane by lane. ``choice_warps``
-    compare one token's scores.
+    compare one token's scores: with ``counted``, each with every other, since a search for the best a place is a chain
+    of ``top_k`` searches.
     """
 
     rows: int
@@ -87,6 +88,7 @@ class RouterTiles:
     dot: bool
     choice_warps: int = 2
     pdl: bool = False
+    counted: bool = False
 
 
 ONE_TOKEN = ExpertTiles(1, Tiles(4, 1024, 4, 1), Tiles(4, 2048, 4, 1), pdl=True)
@@ -105,6 +107,17 @@ MANY_ROWS = ExpertTiles(128, Tiles(128, 64, 8, 3), Tiles(256, 64, 8, 3))
 ROLES: tuple[tuple[int, Roles], ...] = ()
 """(fewest rows an expert on average, roles), the last that holds wins. On Hopper GPUs, for sizes that they suit."""
 
+FEW_EXPERTS = 64
+"""Places are counted up to here: pairs of scores grow with the square."""
+FEW_EXPERTS_TILES = (
+    (1, RouterTiles(1, 2, 1024, 4, 4, 1, dot=False, pdl=True, counted=True)),
+    (4, RouterTiles(4, 4, 256, 4, 4, 1, dot=False, pdl=True, counted=True)),
+    (8, RouterTiles(16, 16, 128, 32, 4, 1, dot=True, pdl=True, counted=True)),
+    (16, RouterTiles(16, 32, 64, 64, 4, 1, dot=True, pdl=True, counted=True)),
+    (64, RouterTiles(64, 16, 128, 32, 4, 1, dot=True, pdl=True, counted=True)),
+)
+"""(most tokens, tiles), in order, before those of any number of experts, in bf16; swept on an H200 with 64 experts.
+From five tokens on a program's share of the depth is one step, whose weights it loads before it waits for tokens."""
 ROUTER_TILES = (
     (1, RouterTiles(1, 2, 1024, 4, 4, 1, dot=False, pdl=True)),
     (4, RouterTiles(4, 4, 256, 4, 4, 1, dot=False, pdl=True)),
@@ -137,11 +150,13 @@ def expert_roles(tokens: int, top_k: int, num_experts: int) -> Roles | None:
     return next((roles for least, roles in reversed(ROLES) if mean >= least), None)
 
 
-def router_tiles(tokens: int, dtype: torch.dtype) -> RouterTiles | None:
+def router_tiles(tokens: int, num_experts: int, dtype: torch.dtype) -> RouterTiles | None:
     """None: the library's product is faster."""
     if dtype is not torch.bfloat16 and tokens > FP32_DOT_TOKENS:
         return None
-    return next((tiles for most, tiles in ROUTER_TILES if tokens <= most), MANY_TOKENS)
+    few = num_experts <= FEW_EXPERTS and dtype is torch.bfloat16
+    table = (*FEW_EXPERTS_TILES, *ROUTER_TILES) if few else ROUTER_TILES
+    return next((tiles for most, tiles in table if tokens <= most), MANY_TOKENS)
 
 
 def dividing(size: int, at_most: int) -> int:

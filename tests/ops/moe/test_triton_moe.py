@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from sidestream.ops.moe import reference, triton_grouped, triton_one_token, triton_plan, triton_route, triton_swiglu
-from sidestream.ops.moe.triton_tiles import EXPERT_TILES, ExpertTiles, RouterTiles, Tiles, dividing, expert_tiles
+from sidestream.ops.moe.triton_tiles import (
+    EXPERT_TILES,
+    ExpertTiles,
+    RouterTiles,
+    Tiles,
+    dividing,
+    expert_tiles,
+    router_tiles,
+)
 from tests.ops.moe.test_moe import random_choice, random_experts, random_router, with_shared
 from tests.ops.triton_mode import DEVICE
 from tests.tolerances import BF16_OUTPUT, BF16_STEPS, FP32_GEMM, FP32_ROUNDING
@@ -20,6 +28,8 @@ ROUTERS: dict[str, Any] = {
     "lanes": RouterTiles(4, 4, 32, 2, 4, 1, dot=False),
     "dot": RouterTiles(16, 16, 32, 4, 4, 2, dot=True),
     "dot in two steps": RouterTiles(16, 16, 32, 1, 4, 2, dot=True),
+    "lanes, counted": RouterTiles(4, 4, 32, 2, 4, 1, dot=False, counted=True),
+    "dot, counted": RouterTiles(16, 16, 32, 2, 4, 1, dot=True, counted=True),
     "library": None,
 }
 SMALL = ExpertTiles(16, Tiles(16, 32, 4, 2), Tiles(32, 16, 4, 2))
@@ -38,21 +48,19 @@ def routed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, **named: A
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize(("num_groups", "topk_groups"), [(1, 1), (4, 2), (3, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ranked", [False, True], ids=["searched", "ranked"])
-def test_route_equals_a_sort(router: str, num_groups: int, topk_groups: int, dtype: torch.dtype, ranked: bool) -> None:
+def test_route_equals_a_sort(router: str, num_groups: int, topk_groups: int, dtype: torch.dtype) -> None:
     weight, bias = random_router(24, 64)
     x = torch.randn(5, 70).to(dtype)[:, 3:67]
     named = choice(num_groups, topk_groups, norm=num_groups != 3)
-    weights, ids = routed(x, weight, bias, **named, tiles=ROUTERS[router], ranked=ranked)
+    weights, ids = routed(x, weight, bias, **named, tiles=ROUTERS[router])
     want_weights, want_ids = reference.route(x, weight, bias, **named)
     assert torch.equal(ids, want_ids)
     torch.testing.assert_close(weights, want_weights, rtol=0, atol=FP32_ROUNDING)
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize("ranked", [False, True], ids=["searched", "ranked"])
-def test_ties_go_to_the_lowest_id_and_large_biases_select_as_fp32(router: str, ranked: bool) -> None:
-    tiles = {"tiles": ROUTERS[router], "ranked": ranked}
+def test_ties_go_to_the_lowest_id_and_large_biases_select_as_fp32(router: str) -> None:
+    tiles: dict[str, Any] = {"tiles": ROUTERS[router]}
     bias = torch.zeros(24)
     bias[5] = 1.0
     x = torch.randn(2, 64)
@@ -77,10 +85,10 @@ def test_the_depth_is_split_as_it_divides() -> None:
     torch.testing.assert_close(weights, want_weights, rtol=0, atol=FP32_ROUNDING)
 
 
-@pytest.mark.parametrize("ranked", [False, True], ids=["searched", "ranked"])
-def test_a_padding_row_chooses_nobody(ranked: bool) -> None:
+@pytest.mark.parametrize("router", ["lanes", "lanes, counted"])
+def test_a_padding_row_chooses_nobody(router: str) -> None:
     weight, bias = random_router(24, 64)
-    x, named = torch.randn(4, 64), {**choice(1, 1), "tiles": ROUTERS["lanes"], "ranked": ranked}
+    x, named = torch.randn(4, 64), {**choice(1, 1), "tiles": ROUTERS[router]}
     live = torch.tensor([1, 0, 5, 0], device=DEVICE)
     whole_weights, whole_ids = routed(x, weight, bias, **named)
     weights, ids = routed(x, weight, bias, **named, live=live)
@@ -95,18 +103,18 @@ def test_negative_scores_sort_downwards() -> None:
     bias[7] = float("-inf")
     named = choice(4, 2, top_k=12)
     x, weight = torch.randn(3, 64), torch.randn(24, 64) / 8
-    for ranked in (False, True):
-        _, ids = routed(x, weight, bias, **named, tiles=ROUTERS["lanes"], ranked=ranked)
+    for router in ("lanes", "lanes, counted"):
+        _, ids = routed(x, weight, bias, **named, tiles=ROUTERS[router])
         assert torch.equal(ids, reference.route(x, weight, bias, **named)[1])
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")  # numpy interprets
-@pytest.mark.parametrize("ranked", [False, True], ids=["searched", "ranked"])
+@pytest.mark.parametrize("router", ["dot", "dot, counted"])
 @pytest.mark.parametrize("num_groups", [1, 3])
-def test_a_garbage_row_names_experts_and_hurts_no_other(num_groups: int, ranked: bool) -> None:
+def test_a_garbage_row_names_experts_and_hurts_no_other(num_groups: int, router: str) -> None:
     weight, bias = random_router(24, 64)
     x = torch.randn(4, 64)
-    named = {**choice(num_groups, 1), "tiles": ROUTERS["dot"], "ranked": ranked}
+    named = {**choice(num_groups, 1), "tiles": ROUTERS[router]}
     clean_weights, clean_ids = routed(x, weight, bias, **named)
     for poison in (torch.nan, torch.inf, 1e38):
         x[1] = poison
@@ -255,6 +263,18 @@ def test_swiglu_equals_the_formula(dtype: torch.dtype, limit: float | None) -> N
     torch.testing.assert_close(got, want, rtol=2 * relative, atol=1e-6, equal_nan=True)
     assert bool(got[1, 0].isnan())
     assert bool(got[2, 1].isnan())
+
+
+def test_routers_of_few_experts_count_places_up_to_64_tokens() -> None:
+    for tokens in (1, 2, 5, 9, 17, 64, 65, 8192):
+        few, many = (router_tiles(tokens, experts, torch.bfloat16) for experts in (64, 65))
+        assert few is not None
+        assert many is not None
+        assert (few.counted, many.counted) == (tokens <= 64, False)
+        assert (few == many) == (tokens > 64)
+        assert few.rows >= min(tokens, 4)
+        assert router_tiles(tokens, 64, torch.float32) in (many, None)
+    assert router_tiles(257, 64, torch.float32) is None
 
 
 def test_the_table_covers_every_size() -> None:
