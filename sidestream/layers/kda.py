@@ -10,7 +10,6 @@ import torch
 from sidestream.config.model import ModelConfig
 from sidestream.core.forward_context import get_forward_context
 from sidestream.core.layer_cache import LayerCache
-from sidestream.core.padding import pad_rows
 from sidestream.core.step_inputs import StepInputs
 from sidestream.layers.boundary import across_break
 from sidestream.layers.linear import MergedLinear, Projection, RowLinear
@@ -75,8 +74,7 @@ class KimiDeltaAttention:
         inputs, cache = context.inputs, context.caches[self.layer]
         if inputs.uniform:
             return self._decode(projected, inputs=inputs, cache=cache)
-        mixed = self._mix(projected, inputs=inputs, cache=cache)
-        return pad_rows(mixed, projected.shape[0])
+        return self._mix(projected, inputs=inputs, cache=cache)
 
     def _decode(self, projected: torch.Tensor, *, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
         """``_attend`` of a step in which each row is a sequence of its own, padding too: one operator."""
@@ -100,7 +98,7 @@ class KimiDeltaAttention:
         )
 
     def _mix(self, projected: torch.Tensor, *, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
-        """``_attend`` of a step with chunks of prompts in it, padding rows left out: one operator, too. [T, H * V]."""
+        """``_attend`` of a step with chunks of prompts in it, padding rows left out: one operator, too."""
         assert cache.conv is not None, f"layer {self.layer} has no convolution state"
         assert cache.recurrent is not None, f"layer {self.layer} has no recurrent state"
         assert inputs.conv is not None, "the step was laid out without a convolution"
@@ -123,4 +121,5 @@ class KimiDeltaAttention:
             lengths=tuple(segment.length for segment in inputs.segments),
             decodes=inputs.num_decode,
             kept=inputs.kept,
+            rows=projected.shape[0],
         )

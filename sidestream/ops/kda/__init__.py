@@ -153,6 +153,7 @@ def _mixed_step(
     lengths: Sequence[int],
     decodes: int,
     kept: Kept = (),
+    rows: int | None = None,
 ) -> torch.Tensor:
     function = mixed.mixed_step
     if projected.is_cuda:
@@ -179,4 +180,5 @@ def _mixed_step(
         lengths=lengths,
         decodes=decodes,
         kept=kept,
+        rows=rows,
     )

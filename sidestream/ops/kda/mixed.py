@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sidestream.core.padding import true_rows
+from sidestream.core.padding import pad_rows, true_rows
 from sidestream.core.ring import RingPlan
 from sidestream.ops.kda.kept_states import Kept
 from sidestream.ops.kda.torch_chunked import chunked
@@ -34,6 +34,7 @@ def mixed_step(
     lengths: Sequence[int],
     decodes: int,
     kept: Kept = (),
+    rows: int | None = None,
 ) -> torch.Tensor:
     """Sequences one behind the other: decodes of one length first, one recurrent step each, then chunks of prompts.
 
@@ -48,8 +49,9 @@ def mixed_step(
         decodes: sequences that continue by a decode, not by a chunk.
         kept: states that each sequence leaves on its way, see ``chunked``; a decode leaves none. Their rings are the
             plan's affair.
+        rows: of the result, T at least; None for T.
     Returns:
-        [T, H * D] in the dtype of ``projected``.
+        [rows, H * D] in the dtype of ``projected``, zeros behind the first T.
     """
     T, heads, dim = sum(lengths), A_log.numel(), expand.shape[2]
     qkv, low, beta = torch.split(projected, [3 * heads * dim, 2 * dim, heads], dim=-1)
@@ -90,4 +92,5 @@ def mixed_step(
         )
         outputs.append(mixed)
     mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return gated_rms_norm(mixed, output_gate, norm_weight, eps=norm_eps).reshape(T, -1)
+    normed = gated_rms_norm(mixed, output_gate, norm_weight, eps=norm_eps).reshape(T, -1)
+    return pad_rows(normed, T if rows is None else rows)

@@ -151,6 +151,7 @@ def mixed_step(
     lengths: Sequence[int],
     decodes: int,
     kept: Kept = (),
+    rows: int | None = None,
 ) -> torch.Tensor:
     """The parts above in fp32; a decode of n tokens leaves n states. See ``mixed.mixed_step``."""
     T, H, D = sum(lengths), A_log.numel(), expand.shape[2]
@@ -180,7 +181,9 @@ def mixed_step(
             )
         first += length
     normed = gated_rms_norm(mixed, output_gate.view(T, H, D), norm_weight, eps=norm_eps)
-    return normed.reshape(T, H * D).to(projected.dtype)
+    out = torch.zeros(T if rows is None else rows, H * D, dtype=projected.dtype)
+    out[:T] = normed.reshape(T, H * D)
+    return out
 
 
 def _initial(state: torch.Tensor, slot: int, position: int, head: int) -> torch.Tensor:

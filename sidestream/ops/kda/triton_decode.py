@@ -91,8 +91,10 @@ def decode_step(
     slots: torch.Tensor,
     start: torch.Tensor,
     launch: Launch | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As ``decode.decode_step``, fp32 from the convolution to the norm; for what ``takes`` allows."""
+    """As ``decode.decode_step``, fp32 from the convolution to the norm; for what ``takes`` allows. Written to ``out``
+    [T, H * D], contiguous, if given."""
     T, H, D = projected.shape[0], A_log.numel(), expand.shape[2]
     hopper = _hopper(projected.device)
     if launch is None:
@@ -100,7 +102,8 @@ def decode_step(
         launch = launch_for(projected.device, T) if fits else PLAIN
     overlap, early, releases = (on and hopper for on in (launch.overlap, launch.early, launch.releases))
     first_options: dict[str, bool] = {"launch_pdl": True} if early else {}
-    out = torch.empty(T, H * D, dtype=projected.dtype, device=projected.device)
+    if out is None:
+        out = torch.empty(T, H * D, dtype=projected.dtype, device=projected.device)
     memories = (conv_weight, dt_bias, A_log, norm_weight, slots, start)
     numbers = (
         0.0 if lower_bound is None else lower_bound,

@@ -16,7 +16,7 @@ from sidestream.core.ring import RingPlan
 from sidestream.ops.kda import triton_chunked, triton_conv, triton_decode, triton_recurrent
 from sidestream.ops.kda.kept_states import Kept
 from sidestream.ops.kda.torch_impl import ForgetGate
-from sidestream.ops.norm import gated_rms_norm
+from sidestream.ops.norm import triton_norms
 
 
 def takes(
@@ -46,6 +46,7 @@ def mixed_step(
     lengths: Sequence[int],
     decodes: int,
     kept: Kept = (),
+    rows: int | None = None,
     walk: bool | None = None,
     launch: triton_chunked.Launch | None = None,
 ) -> torch.Tensor:
@@ -54,24 +55,23 @@ def mixed_step(
     T, heads, dim = sum(lengths), A_log.numel(), expand.shape[2]
     width = heads * dim
     alone = decodes if decodes and lengths[0] == 1 else 0
-    outputs = []
+    out = torch.empty(T if rows is None else rows, width, dtype=projected.dtype, device=projected.device)
     if alone:
-        outputs.append(
-            triton_decode.decode_step(
-                projected[:alone],
-                conv_state,
-                state,
-                conv_weight=conv_weight,
-                plan=_of_decodes(plan, alone),
-                expand=expand,
-                dt_bias=dt_bias,
-                A_log=A_log,
-                lower_bound=lower_bound,
-                norm_weight=norm_weight,
-                norm_eps=norm_eps,
-                slots=slots[:alone],
-                start=start[:alone],
-            )
+        triton_decode.decode_step(
+            projected[:alone],
+            conv_state,
+            state,
+            conv_weight=conv_weight,
+            plan=_of_decodes(plan, alone),
+            expand=expand,
+            dt_bias=dt_bias,
+            A_log=A_log,
+            lower_bound=lower_bound,
+            norm_weight=norm_weight,
+            norm_eps=norm_eps,
+            slots=slots[:alone],
+            start=start[:alone],
+            out=out[:alone],
         )
     if alone < T:
         qkv = true_rows(projected, T)[:, : 3 * width]
@@ -112,9 +112,11 @@ def mixed_step(
                 )
             )
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        normed = gated_rms_norm(mixed, output_gate, norm_weight, eps=norm_eps)
-        outputs.append(normed.reshape(-1, width))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        normed = out[alone:T].view(-1, heads, dim)
+        triton_norms.gated_rms_norm(mixed, output_gate, norm_weight, eps=norm_eps, out=normed)
+    if out.shape[0] > T:
+        out[T:].zero_()
+    return out
 
 
 def _decay(forget: torch.Tensor, gate: ForgetGate) -> torch.Tensor:

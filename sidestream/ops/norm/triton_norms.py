@@ -80,9 +80,12 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, eps
     return out
 
 
-def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
-    """As ``torch_impl.gated_rms_norm``; for what ``takes`` allows of both ``x`` and ``gate``."""
-    out, rows, launch = _plan(x)
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *, eps: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As ``torch_impl.gated_rms_norm``; for what ``takes`` allows of both ``x`` and ``gate``. Written to ``out``, as large
+    as x and contiguous, if given."""
+    out, rows, launch = _plan(x, out)
     if rows:
         strides = {"gate_outer": gate.stride(0), "gate_inner": gate.stride(-2)}
         _gated_rms_norm[launch.pop("grid")](x, gate, weight, out, rows, eps, **strides, **launch)
@@ -95,13 +98,14 @@ def takes(x: torch.Tensor, *others: torch.Tensor) -> bool:
     return shaped and all(other.dtype == x.dtype and other.stride(-1) == 1 for other in others)
 
 
-def _plan(x: torch.Tensor) -> tuple[torch.Tensor, int, dict[str, Any]]:
+def _plan(x: torch.Tensor, out: torch.Tensor | None = None) -> tuple[torch.Tensor, int, dict[str, Any]]:
     """(result, rows, arguments that say where rows stand and how many a program takes)."""
     width = x.shape[-1]
     rows = x.numel() // width
     block = triton.next_power_of_2(width)
     together = max(1, TILE // block)  # whatever the rows: no number of them may ask for a compilation of its own
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch = {
         "grid": (triton.cdiv(rows, together),),
         "outer": x.stride(0),

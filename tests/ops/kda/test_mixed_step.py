@@ -46,6 +46,29 @@ def test_a_step_equals_the_formula(
     assert torch.equal(clean(mine["conv_state"]), clean(truth["conv_state"]))
 
 
+@pytest.mark.parametrize("decodes", [0, 1, 2])
+@pytest.mark.parametrize("function", [mixed.mixed_step, triton_mixed.mixed_step], ids=["torch", "triton"])
+def test_rows_behind_the_sequences_are_zeros(function: Any, decodes: int) -> None:
+    """And the others have the bits that they have alone."""
+    case = mixed_step_case([7, 4, 5], [1, 1, 3], 2, 16, decodes=decodes, padding=4)
+    padded, alone = (map_tensors(case, lambda tensor: tensor.clone().to(DEVICE)) for _ in range(2))
+    got, want = function(**padded, rows=9), function(**alone)
+    assert got.shape == (9, 32)
+    assert torch.equal(got[:5], want)
+    assert torch.equal(got[5:], torch.zeros_like(got[5:]))
+
+
+def test_nothing_is_joined_or_padded_behind_the_kernels() -> None:
+    """Decodes and the chunk are written where the result is read."""
+    case = mixed_step_case([7, 0], [1, 6], 2, 16, decodes=1, padding=1)
+    mine = map_tensors(case, lambda tensor: tensor.clone().to(DEVICE))
+    with torch.profiler.profile() as profile:
+        triton_mixed.mixed_step(**mine, rows=8)
+    found = {event.name for event in profile.events()}
+    assert "aten::zero_" in found, "operators are seen"
+    assert not found & {"aten::cat", "aten::pad", "aten::constant_pad_nd"}
+
+
 @pytest.mark.parametrize("walk", [False, True])
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("tokens", [1, 5, 70])
