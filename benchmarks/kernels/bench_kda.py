@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,6 @@ HEADS, DIM, WINDOW, HIDDEN = 64, 128, 4, 4096
 BYTES_PER_S = 4.28e12
 BATCHES = (64, 8, 32, 1, 16, 128, 4, 2)
 """Rows of a step, the weightier first: time may run out."""
-IN_LAYER = (1, 8, 32, 64)
-"""Rows of a step that is also timed between projections."""
 BARS = {1: 8.0, 64: 1.1 * 125.4, 128: 1.1 * 250.9}
 """Microseconds of a decode step, from the convolution to the gated norm."""
 PROMPT, PROMPT_BAR_MS = 8192, 2.5
@@ -54,24 +53,25 @@ WORST = 0.02
 
 FEW = [
     Launch(True, early=True),
-    Launch(True, early=True, in_registers=True),
     Launch(True, early=True, releases=True),
-    Launch(True, early=True, overlap=False),
     Launch(False),
-    Launch(False, early=True),
-    Launch(False, early=True, releases=True),
+    *(Launch(False, early=True, ahead=ahead) for ahead in (2, 4, 6)),
+    *(Launch(True, early=True, releases=True, ahead=ahead) for ahead in (2, 4, 6)),
+    Launch(True, early=True, releases=True, ahead=6, beyond=4),
 ]
-MANY = [Launch(True), Launch(True, in_registers=True), Launch(True, rows=64)]
-"""Launches of decode steps of up to ``EARLY_ROWS`` rows, and of more."""
-CHUNKS = [
-    triton_chunked.Launch(),
-    triton_chunked.Launch(blocks=False),
-    triton_chunked.Launch(block_registers=168),
-    triton_chunked.Launch(block_registers=168, block_piece=16),
-    triton_chunked.Launch(block_piece=16),
+MANY = [
+    Launch(True),
+    Launch(True, rows=64),
+    *(Launch(True, ahead=ahead) for ahead in (2, 4, 6)),
+    *(Launch(True, early=True, ahead=ahead) for ahead in (2, 4, 6)),
+    *(Launch(True, beyond=beyond) for beyond in (2, 4, 6)),
+    Launch(True, early=True, ahead=4, beyond=2),
+    Launch(True, streaming=True),
+    Launch(True, early=True, ahead=4, beyond=2, streaming=True),
 ]
-WALKS = {"a tile": (False, 0), "a walk of 32": (True, 32), "a walk of 64": (True, 64)}
-"""How a prompt is convolved: whether programs walk, and how far."""
+"""Launches of decode steps of up to ``EARLY_ROWS`` rows, and of more. A row of states is 4.2 MB: 2, 4 and 6 of them are
+8, 17 and 25 MB of an L2 cache of 50."""
+CHUNKS = [triton_chunked.Launch(), triton_chunked.Launch(blocks=False)]
 
 
 def arguments(rows: int, seed: int) -> dict[str, Any]:
@@ -246,7 +246,7 @@ def time_decodes(
             else:
                 times[str(launch)] = timed(lambda made, launch=launch: decode_step(**made, launch=launch), sets)
         parts = {"states scaled in place": timed(scale_states, sets)}
-        in_layer = time_in_layer(tried, sets) if rows in IN_LAYER and time.monotonic() < until else {}
+        in_layer = time_in_layer(tried, sets) if time.monotonic() < until else {}
         chosen = times.get(str(decode_launch(torch.device("cuda"), rows)))
         results["shapes"][rows] = {"floor_us": floor, "bar_us": BARS.get(rows), "us": times, "parts_us": parts}
         results["shapes"][rows]["in_layer_us"] = in_layer
@@ -293,17 +293,13 @@ def time_convolutions(results: dict[str, Any], path: Path | None) -> None:
         want = torch_impl.short_conv(x, held.clone(), weight, plan=plan).view(tokens, 3, HEADS, DIM).transpose(0, 1)
         shorter = want[:2].float().square().sum(-1, keepdim=True).add(torch_impl.L2_EPS).rsqrt()
         want = torch.cat([want[:2] * shorter, want[2:]])
-        for name, (walk, run) in WALKS.items():
-            triton_conv.RUN, ring = run or triton_conv.RUN, held.clone()
 
-            def convolve(walk: bool = walk, ring: torch.Tensor = ring) -> torch.Tensor:
-                return triton_conv.heads_conv(x, ring, weight, plan=plan, tokens=tokens, first=0, dim=DIM, walk=walk)  # noqa: B023
-
-            off = float((convolve().float() - want.float()).norm() / want.float().norm())
-            found = {"ms": milliseconds(convolve), "error": off, "kernels_ms": kernels(convolve)}
-            results["convolution"][f"{count} prompts, {name}"] = found
-            keep(path, results)
-            print(f"  {found['ms']:.3f} ms  {count} prompts, {name}, off by {off:.1e}  {found['kernels_ms']}")
+        convolve = partial(triton_conv.heads_conv, x, held, weight, plan=plan, tokens=tokens, first=0, dim=DIM)
+        off = float((convolve().float() - want.float()).norm() / want.float().norm())
+        found = {"ms": milliseconds(convolve), "error": off, "kernels_ms": kernels(convolve)}
+        results["convolution"][f"{count} prompts"] = found
+        keep(path, results)
+        print(f"  {found['ms']:.3f} ms  {count} prompts convolved, off by {off:.1e}  {found['kernels_ms']}")
 
 
 def time_prompts(launches: list[triton_chunked.Launch], results: dict[str, Any], path: Path | None) -> None:

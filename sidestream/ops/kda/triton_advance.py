@@ -6,8 +6,9 @@ many loads wait for one another: here slot and position, then all else at once, 
 convolves queries, one keys, one values; rows of the state are read and written whole. What the new state recalls is
 taken from the old one, ``q (S + k e) = q S + (q k) e``: one pass for both products, a second that writes.
 
-Off until it is timed: a quarter of each state in registers, so that four programs find a place where a thread has no
-more than 128; what is summed within a thread then comes first.
+Off until they are timed: each program asks the L2 cache for the state of one that starts later, so that memory has work
+where all that run wait for the same; and new states, which nothing of a step reads again, are the first to leave that
+cache.
 
 Gluon has no interpreter: only a GPU tests this as it is.
 """
@@ -24,8 +25,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 WARPS = 4
 MOST_TAPS = 4
-MOST_REGISTERS = 128
-"""A thread, where a quarter of the state is in registers."""
+RESIDENT = gl.constexpr(396)
+"""Programs that start at once, three on each of 132 multiprocessors: nobody asks for their states."""
+ASK = gl.constexpr(
+    "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
+)
+"""Have the L2 cache read so many bytes, a multiple of 16, from an address, if they are any. Waits for nothing."""
 
 
 @gluon.jit
@@ -34,16 +39,8 @@ def _sigmoid(x):
 
 
 @gluon.jit
-def _quarter(held, last, i: gl.constexpr, rows: gl.constexpr, in_registers: gl.constexpr, layout: gl.constexpr):
-    """Rows of the state from ``i * rows`` on: of shared memory, or the last ones as they are."""
-    if in_registers:
-        if i < 3:
-            memory = held.index(i).load(layout)
-        else:
-            memory = last
-    else:
-        memory = held.slice(i * rows, rows).load(layout)
-    return memory
+def _ask(place, size):
+    gl.inline_asm_elementwise(ASK, "=r,l,r", [place.to(gl.int64), size], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -74,16 +71,18 @@ def advance(
     bounded: gl.constexpr,
     overlap: gl.constexpr,
     releases: gl.constexpr,
-    in_registers: gl.constexpr,
+    beyond: gl.constexpr,
+    streaming: gl.constexpr,
 ):
     """As ``triton_decode``'s kernel, for four warps, ``dim`` 128 and up to four taps. The low-rank products stand in
     ``expanded`` [2, rows, heads * dim]; nothing else that an earlier kernel of the step writes is read before
     ``gdc_wait``, except what came before both. The convolution ring has ``length`` rows a slot: the token at position
     p is in row ``p % length``. ``releases``: the next kernel may start when the state is stored, and must read nothing
-    of this before its wait. ``in_registers``: the state's last 32 rows are."""
+    of this before its wait. ``beyond``: rows to the one whose state is asked for, or 0; ``streaming``: new states leave
+    the L2 cache first."""
     rows: gl.constexpr = 32
     by_row: gl.constexpr = gl.BlockedLayout([8, 4], [1, 32], [4, 1], [1, 0])
-    by_warp: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    by_thread: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     of_rows: gl.constexpr = gl.SliceLayout(1, by_row)
     of_columns: gl.constexpr = gl.SliceLayout(0, by_row)
     by_tap: gl.constexpr = gl.BlockedLayout([1, 4, 4], [1, 1, 32], [4, 1, 1], [2, 1, 0])
@@ -99,22 +98,19 @@ def advance(
     old = state + ((slot * versions + position % versions) * heads + h) * (dim * dim)
     new = state + ((slot * versions + (position + 1) % versions) * heads + h) * (dim * dim)
     column = gl.arange(0, dim, layout=of_columns)
-    if in_registers:
-        row = gl.arange(0, rows, layout=of_rows)
-        known = (row < gl.where(position > 0, rows, 0))[:, None]  # a fresh sequence starts from zeros
-        place = old + row[:, None] * dim + column[None, :]
-        held = gl.allocate_shared_memory(gl.float32, [3, rows, dim], plain)
-        for i in gl.static_range(3):
-            async_copy.async_copy_global_to_shared(held.index(i), place + i * rows * dim, mask=known)
-        async_copy.commit_group()
-        last_rows = gl.load(place + 3 * rows * dim, mask=known, other=0.0)
-    else:
-        k_row = gl.arange(0, dim, layout=of_rows)
-        known = (k_row < gl.where(position > 0, dim, 0))[:, None]
-        held = gl.allocate_shared_memory(gl.float32, [dim, dim], plain)
-        async_copy.async_copy_global_to_shared(held, old + k_row[:, None] * dim + column[None, :], mask=known)
-        async_copy.commit_group()
-        last_rows = None
+    k_row = gl.arange(0, dim, layout=of_rows)
+    known = (k_row < gl.where(position > 0, dim, 0))[:, None]  # a fresh sequence starts from zeros
+    held = gl.allocate_shared_memory(gl.float32, [dim, dim], plain)
+    async_copy.async_copy_global_to_shared(held, old + k_row[:, None] * dim + column[None, :], mask=known)
+    async_copy.commit_group()
+    if beyond > 0:
+        later = gl.minimum(t + beyond, gl.num_programs(1) - 1)
+        its_position = gl.load(start + later).to(gl.int32)
+        its_slot = gl.load(slots + later).to(gl.int64)
+        thread = gl.arange(0, 128, layout=by_thread)
+        its_state = state + ((its_slot * versions + its_position % versions) * heads + h) * (dim * dim)
+        asks = (later == t + beyond) & (later * heads + h >= RESIDENT) & (its_position > 0)
+        _ask(its_state + thread * (dim * dim // 128), gl.where((thread % 32 == 0) & asks, dim * dim, 0))
     gl.thread_barrier()  # or ptxas sends for the state when the convolution is done
 
     # kinds: query, key, value, and a fourth that is nothing
@@ -178,26 +174,19 @@ def advance(
     channel_key.store(key)
 
     async_copy.wait_group(0)
-    summed: gl.constexpr = by_warp if in_registers else by_row
-    recalls = gl.zeros([4 if in_registers else rows, dim], gl.float32, summed)
-    sees = gl.zeros([4 if in_registers else rows, dim], gl.float32, summed)
+    recalls = gl.zeros([rows, dim], gl.float32, by_row)
+    sees = gl.zeros([rows, dim], gl.float32, by_row)
     for i in gl.static_range(dim // rows):
-        memory = _quarter(held, last_rows, i, rows, in_registers, by_row)
-        seen = memory * query_kept.slice(i * rows, rows).load(of_rows)[:, None]
-        recalled = memory * key_kept.slice(i * rows, rows).load(of_rows)[:, None]
-        if in_registers:
-            seen = gl.convert_layout(gl.sum(seen.reshape([4, rows // 4, dim]), axis=1), by_warp, assert_trivial=True)
-            recalled = gl.sum(recalled.reshape([4, rows // 4, dim]), axis=1)
-            recalled = gl.convert_layout(recalled, by_warp, assert_trivial=True)
-        sees += seen
-        recalls += recalled
+        memory = held.slice(i * rows, rows).load(by_row)
+        sees += memory * query_kept.slice(i * rows, rows).load(of_rows)[:, None]
+        recalls += memory * key_kept.slice(i * rows, rows).load(of_rows)[:, None]
     error = (value - gl.convert_layout(gl.sum(recalls, axis=0), of_columns, assert_trivial=True)) * beta
     square = gl.arange(0, rows, layout=of_rows)[:, None] * dim + column[None, :]
     for i in gl.static_range(dim // rows):
-        memory = _quarter(held, last_rows, i, rows, in_registers, by_row)
+        memory = held.slice(i * rows, rows).load(by_row)
         left = memory * channel_kept.slice(i * rows, rows).load(of_rows)[:, None]
         moved = channel_key.slice(i * rows, rows).load(of_rows)[:, None] * error[None, :]
-        gl.store(new + i * rows * dim + square, left + moved)
+        gl.store(new + i * rows * dim + square, left + moved, cache_modifier=".cs" if streaming else "")
     if releases:
         gdc_launch_dependents()
     seen = gl.convert_layout(gl.sum(sees, axis=0), of_columns, assert_trivial=True)

@@ -22,6 +22,8 @@ what is 1e-17 of the largest still has all its digits."""
 LEAST_CHANNELS = 64
 """Of a bf16 head, K and V: with fewer, ptxas 12.8 makes matrix descriptors of the last products but one from the wrong
 register, and they read beyond the program's shared memory (an illegal memory access)."""
+WARPS, REGISTERS, PIECE = 4, 255, 32
+"""Of the kernel: the most registers of a thread, and channels at once."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from sidestream.core.batch import Split
+from sidestream.ops.kda import triton_blocks
 from sidestream.ops.kda.kept_states import Kept, by_sequence, row_of, runs_of
 from sidestream.ops.kda.torch_impl import ForgetGate
 from sidestream.ops.kda.triton_blocks import BLOCK, LEAST_CHANNELS, gentle, product, within_blocks
@@ -41,8 +42,8 @@ MAX_BYTES = 1 << 30
 class Launch:
     """Warps of the first kernel, the registers that a thread of it may have (128: two programs a multiprocessor) and
     the channels that it takes at once; columns of a state that a program of the second takes, its warps and stages.
-    With ``blocks`` the first kernel is ``triton_blocks``, where the gate and the size of heads allow it, launched so;
-    None where K and V are 128."""
+    With ``blocks`` the first kernel is ``triton_blocks``, where the gate and the size of heads allow it; None where K
+    and V are 128."""
 
     chunk_warps: int = 8
     chunk_registers: int = 128
@@ -51,9 +52,6 @@ class Launch:
     scan_warps: int = 4
     stages: int = 3
     blocks: bool | None = None
-    block_warps: int = 4
-    block_registers: int = 255
-    block_piece: int = 32
 
 
 @lru_cache(maxsize=16)
@@ -134,6 +132,9 @@ def chunked(
     total = torch.empty(N * group * K, dtype=torch.float32, device=q.device)
     columns = min(launch.columns, V)
     first, how = (within_blocks, {"BLOCK": BLOCK}) if blocks else (_within, {"BOUNDED": gate.lower_bound is not None})
+    warps, registers, piece = (launch.chunk_warps, launch.chunk_registers, launch.piece)
+    if blocks:
+        warps, registers, piece = triton_blocks.WARPS, triton_blocks.REGISTERS, triton_blocks.PIECE
     for head in range(0, H, group):
         heads = min(group, H - head)
         first[(heads, N)](
@@ -161,9 +162,9 @@ def chunked(
             C=CHUNK,
             LEVELS=CHUNK.bit_length() - 1,
             NARROW=narrow,
-            PIECE=min(launch.block_piece if blocks else launch.piece, K, V),
-            num_warps=launch.block_warps if blocks else launch.chunk_warps,
-            maxnreg=launch.block_registers if blocks else launch.chunk_registers,
+            PIECE=min(piece, K, V),
+            num_warps=warps,
+            maxnreg=registers,
             **how,
         )
         _carry[(V // columns, heads, len(lengths))](

@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sidestream.core.ring import RingPlan
 from sidestream.ops.kda import first_use
 from sidestream.ops.kda.torch_impl import L2_EPS
-from sidestream.ops.kda.triton_advance import MOST_REGISTERS, MOST_TAPS, WARPS, advance
+from sidestream.ops.kda.triton_advance import ASK, MOST_TAPS, WARPS, advance
 from sidestream.ops.kda.triton_conv import log_decay
 
 
@@ -34,30 +34,36 @@ class Launch:
 
     Attributes:
         ordered: the second kernel is that of ``triton_advance``, which says its own launch.
-        rows: of the step that a program of the first kernel takes, at least 16. More gain under 1 % at 128 rows.
+        rows: of the step that a program of the first kernel takes, at least 16.
         columns: of the state that the second kernel works on at once, while the next are on their way; if not ordered.
-        overlap: start the second kernel beside the first, where the device can.
         early: start the first kernel while the one before it ends: its weights never change, so it has them by then.
-        releases: let the kernel behind the second start while that ends.
-        in_registers: the ordered kernel keeps a quarter of each state there. Its sums round in another order then.
+        releases: let the kernel behind the ordered one start while that ends.
+        ahead: rows whose states the first kernel asks the L2 cache for as it starts, at most 64.
+        beyond, streaming: of the ordered kernel, see ``triton_advance``.
     """
 
     ordered: bool
     rows: int = 16
     columns: int = 64
-    overlap: bool = True
     early: bool = False
     releases: bool = False
-    in_registers: bool = False
+    ahead: int = 0
+    beyond: int = 0
+    streaming: bool = False
 
 
 PLAIN, ORDERED = Launch(ordered=False), Launch(ordered=True)
 """What is launched: the plain kernel everywhere, the ordered one on Hopper for heads of 128."""
-PLAIN_ROWS = range(2, 9)
-"""Rows for which the plain kernel is faster on Hopper, too: 14.8 against 15.7 us for 4, 29.1 against 30.9 for 8 in a
-layer. A row's bits are the same for all numbers of rows in here, and for all others; every graph mode counts alike."""
+PLAIN_ROWS = range(3, 9)
+"""Rows for which the plain kernel is faster on Hopper, too: 14.7 against 15.1 us for 4, 29.1 against 29.7 for 8 in a
+layer. A row's bits are the same for all numbers of rows in here, for all others up to ``NARROW_ROWS``, and beyond;
+every graph mode counts alike."""
 EARLY_ROWS = 16
 """Most rows for which the ordered kernel's first one starts early: 2.7 us less for one row, 0.2 for 16, none for 64."""
+RELEASING_ROWS = 2
+"""Most rows for which it lets the kernel behind start while it ends: 0.5 us less in a layer, 1.5 more for 16."""
+NARROW_ROWS = 64
+"""Most rows of which a program of the ordered kernel's first one takes 16: for 128, 64 at once take 3 us less."""
 
 
 @cache
@@ -100,7 +106,7 @@ def decode_step(
     if launch is None:
         fits = hopper and D == 128 and plan.window <= MOST_TAPS
         launch = launch_for(projected.device, T) if fits else PLAIN
-    overlap, early, releases = (on and hopper for on in (launch.overlap, launch.early, launch.releases))
+    early, releases = (on and hopper for on in (launch.early, launch.releases))
     first_options: dict[str, bool] = {"launch_pdl": True} if early else {}
     if out is None:
         out = torch.empty(T, H * D, dtype=projected.dtype, device=projected.device)
@@ -121,19 +127,24 @@ def decode_step(
         projected.stride(0),
         T,
         H,
+        state,
+        slots,
+        start,
+        state.shape[0],
         D=D,
+        VERSIONS=state.shape[1],
         ROWS=launch.rows,
         EARLY=early,
-        RELEASES=overlap,
+        RELEASES=hopper,
+        AHEAD=launch.ahead if hopper else 0,
         NARROW=projected.is_cuda and projected.dtype != torch.float32,  # Triton's interpreter multiplies fp32 alone
         num_warps=4,
         **first_options,
     )
-    given = (projected, conv_state, state, out, expanded, *memories, *numbers, T * H * D, *constants, overlap, releases)
-    options: dict[str, bool] = {"launch_pdl": True} if overlap else {}
+    given = (projected, conv_state, state, out, expanded, *memories, *numbers, T * H * D, *constants, hopper)
+    options: dict[str, bool] = {"launch_pdl": True} if hopper else {}
     if launch.ordered:
-        most = {"maxnreg": MOST_REGISTERS} if launch.in_registers else {}
-        advance[(H, T)](*given, launch.in_registers, num_warps=WARPS, **most, **options)
+        advance[(H, T)](*given, releases, launch.beyond, launch.streaming, num_warps=WARPS, **options)
     else:
         _advance[(H, T)](*given, min(launch.columns, D), num_warps=WARPS, **options)
     return out
@@ -145,10 +156,16 @@ def launch_for(device: torch.device, rows: int) -> Launch:
     tried, plain = (partial(decode_step, launch=launch) for launch in (ORDERED, PLAIN))
     if not first_use.agree("ordered", device, tried, plain) or rows in PLAIN_ROWS:
         return PLAIN
-    return replace(ORDERED, early=rows <= EARLY_ROWS)
+    early, releases = rows <= EARLY_ROWS, rows <= RELEASING_ROWS
+    return replace(ORDERED, rows=16 if rows <= NARROW_ROWS else 64, early=early, releases=releases)
 
 
-@triton.jit(do_not_specialize=["T"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
+def _ask(place: tl.tensor, size: tl.tensor) -> None:
+    tl.inline_asm_elementwise(ASK, "=r,l,r", [place.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit(do_not_specialize=["T", "pool"])  # type: ignore[untyped-decorator]
 def _expand(
     projected: tl.tensor,
     expand: tl.tensor,
@@ -156,19 +173,35 @@ def _expand(
     row: tl.tensor,
     T: tl.tensor,
     H: tl.tensor,
+    state: tl.tensor,
+    slots: tl.tensor,
+    start: tl.tensor,
+    pool: tl.tensor,
     D: tl.constexpr,
+    VERSIONS: tl.constexpr,
     ROWS: tl.constexpr,
     EARLY: tl.constexpr,
     RELEASES: tl.constexpr,
+    AHEAD: tl.constexpr,
     NARROW: tl.constexpr,
 ) -> None:
-    """Low-rank rows of one gate times one head's outputs: [2, T, H * D] fp32."""
+    """Low-rank rows of one gate times one head's outputs: [2, T, H * D] fp32. States of the first ``AHEAD`` rows, one
+    head's in each program, are asked for before the wait, by what the step placed before its first kernel; were a slot
+    not there yet, another of the ``pool`` would be asked for in vain."""
     if RELEASES and not EARLY:
         gdc_launch_dependents()
     half = tl.program_id(0) // H
     head = tl.program_id(0) % H
     t = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     line = tl.arange(0, D)
+    if AHEAD > 0:  # first, since the weights are awaited where they are loaded
+        thread = tl.arange(0, 128)
+        asked = 2 * (thread % 32 * tl.num_programs(1) + tl.program_id(1)) + half
+        wanted = asked < tl.minimum(T, AHEAD)
+        position = tl.load(start + asked, mask=wanted, other=0)
+        slot = tl.minimum(tl.maximum(tl.load(slots + asked, mask=wanted, other=0), 0), pool - 1)
+        its_state = state + ((slot * VERSIONS + position % VERSIONS) * H + head) * (D * D)
+        _ask(its_state + thread // 32 * (D * D // 4), tl.where(wanted & (position > 0), D * D, 0))
     weight = tl.load(expand + tl.program_id(0) * (D * D) + line[:, None] * D + line[None, :])
     if EARLY:
         gdc_wait()
@@ -237,7 +270,6 @@ def _advance(
     LENGTH: tl.constexpr,
     BOUNDED: tl.constexpr,
     OVERLAP: tl.constexpr,
-    RELEASES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
     """Nothing that an earlier kernel of the step writes is read before ``gdc_wait``, except what came before both."""
@@ -303,8 +335,6 @@ def _advance(
         tl.store(new + i * COLUMNS + tile, memory + k * error[None, :])
         mixed = tl.where(part == i, seen[None, :], mixed)
 
-    if RELEASES:
-        gdc_launch_dependents()
     mixed = tl.reshape(mixed, (D,)) * (D**-0.5)
     inverse = tl.rsqrt(tl.sum(mixed * mixed, axis=0) / D + norm_eps)
     normed = mixed * inverse * tl.load(norm_weight + line).to(tl.float32) * tl.sigmoid(output_gate)

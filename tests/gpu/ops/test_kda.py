@@ -60,11 +60,14 @@ def test_decode_step_equals_the_formula(rows: int, heads: int, dim: int, dtype: 
         assert torch.equal(owned(mine["conv_state"].cpu(), length=length), owned(case["conv_state"], length=length))
 
 
-@pytest.mark.parametrize("in_registers", [False, True])
+ASKING = {"ahead": 4, "beyond": 2, "streaming": True}
+
+
+@pytest.mark.parametrize("asking", [{}, ASKING], ids=["plain", "asking"])
 @pytest.mark.parametrize("rows", [1, 4, 21])
-def test_an_ordered_step_equals_the_formula(rows: int, in_registers: bool) -> None:
+def test_an_ordered_step_equals_the_formula(rows: int, asking: dict[str, Any]) -> None:
     """Whether the dispatcher uses it or not; five times the same bits."""
-    launch = triton_decode.Launch(ordered=True, early=True, releases=True, in_registers=in_registers)
+    launch = triton_decode.Launch(ordered=True, early=True, releases=True, **asking)
     for versions, rollback, bounded in ((1, 0, True), (3, 2, False)):
         choice = {"padding": rows // 4, "versions": versions, "rollback": rollback, "bounded": bounded}
         case = decode_step_case(rows, HEADS, DIM, dtype=torch.bfloat16, **choice)
@@ -82,7 +85,7 @@ def test_an_ordered_step_equals_the_formula(rows: int, in_registers: bool) -> No
         assert torch.equal(owned(ring, length=length), owned(case["conv_state"], length=length))
 
 
-@pytest.mark.parametrize("rows", [1, 4, 64])
+@pytest.mark.parametrize("rows", [1, 4, 64, 100])
 def test_decode_step_gives_the_same_bits_every_time(rows: int) -> None:
     case = to_gpu(decode_step_case(rows, HEADS, DIM, padding=rows // 4, dtype=torch.bfloat16))
     outputs, states = [], []
@@ -102,13 +105,14 @@ def test_decode_step_of_a_row_does_not_depend_on_its_neighbours() -> None:
     assert torch.equal(step(other)[13], step(case)[13])
 
 
-@pytest.mark.parametrize("batches", [(5, 8), (9, 16, 64)], ids=["plain", "ordered"])
+@pytest.mark.parametrize("batches", [(5, 8), (9, 16, 64), (65, 100, 128)], ids=["plain", "ordered", "many"])
 def test_decode_step_of_a_row_depends_on_the_size_of_the_batch_only_in_the_choice_of_kernel(
     batches: tuple[int, ...],
 ) -> None:
-    """The same bits among few rows, and among many."""
-    assert [rows in triton_decode.PLAIN_ROWS for rows in batches] == [batches[0] == 5] * len(batches)
-    case = to_gpu(decode_step_case(64, HEADS, DIM, padding=0, dtype=torch.bfloat16))
+    """The same bits among few rows, among more, and among many."""
+    kinds = {(rows in triton_decode.PLAIN_ROWS, rows > triton_decode.NARROW_ROWS) for rows in batches}
+    assert len(kinds) == 1
+    case = to_gpu(decode_step_case(128, HEADS, DIM, padding=0, dtype=torch.bfloat16))
     outputs = []
     for rows in batches:
         mine = map_tensors(case, torch.clone)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from triton.language import constexpr
 
 
 class Pointer:
@@ -23,6 +24,10 @@ class Pointer:
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.memory, self.place + offset)
+
+    def to(self, dtype: torch.dtype) -> torch.Tensor:
+        """Bytes from the memory's start."""
+        return (self.place * self.memory.itemsize).to(dtype)
 
     def load(self, mask: torch.Tensor | None = None, other: float = 0) -> torch.Tensor:
         if mask is None:
@@ -74,7 +79,7 @@ class Copies:
                 copy()
 
 
-def _store(target: Pointer, value: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+def _store(target: Pointer, value: torch.Tensor, mask: torch.Tensor | None = None, cache_modifier: str = "") -> None:
     if mask is None:
         target.memory[target.place] = value
     else:
@@ -86,16 +91,20 @@ def run(
     kernel: Any,
     helpers: tuple[Any, ...],
     program: tuple[int, int],
+    grid: tuple[int, int],
     arguments: tuple[Any, ...],
     *,
     late: tuple[int, ...],
-) -> None:
+) -> list[tuple[int, int]]:
     """One program of a kernel with the functions of its module that it calls.
 
     Args:
-        program: its numbers; arguments: of the kernel, tensors of memory as they are.
+        program, grid: its numbers, and how many there are; arguments: of the kernel, tensors of memory as they are.
         late: numbers of the arguments that the kernel in front writes: NaN until it was waited for.
+    Returns:
+        What the L2 cache was asked for: bytes of a memory, from and to.
     """
+    asked: list[tuple[int, int]] = []
     copies = Copies()
     coming = {at: arguments[at].clone() for at in late}
     for at in late:
@@ -105,6 +114,10 @@ def run(
         while coming:
             at, value = coming.popitem()
             arguments[at].copy_(value)
+
+    def ask(_code: str, _operands: str, given: list[torch.Tensor], **_options: Any) -> None:
+        places, sizes = given
+        asked.extend((int(at), int(at + size)) for at, size in zip(places, sizes, strict=True) if size)
 
     def layout(*_args: Any, **_kwargs: Any) -> None:
         return None
@@ -123,11 +136,14 @@ def run(
         sum=lambda x, axis: x.sum(axis),
         thread_barrier=lambda: None,
         program_id=lambda axis: torch.tensor(program[axis]),
+        num_programs=lambda axis: grid[axis],
+        inline_asm_elementwise=ask,
         load=lambda source, mask=None, other=0: source.load(mask, other),
         store=_store,
     )
     names: dict[str, Any] = {"gl": gl, "async_copy": copies, "gdc_wait": gdc_wait}
     names["gdc_launch_dependents"] = lambda: None
+    names |= {name: value.value for name, value in kernel.fn.__globals__.items() if isinstance(value, constexpr)}
     for function in (*helpers, kernel):
         name = function.fn.__name__
         names[name] = types.FunctionType(function.fn.__code__, names, name)
@@ -135,3 +151,4 @@ def run(
     assert not coming, "the kernel in front was not waited for"
     assert not copies.open, "a copy belongs to no group"
     assert not any(copies.groups), "a program ends while copies to its memory are on their way"
+    return asked
