@@ -15,9 +15,9 @@ from sidestream.layers.indexer import Indexer
 from sidestream.layers.linear import MergedLinear, Projection, RowLinear
 from sidestream.layers.loader import LayerLoader
 from sidestream.layers.rope import Rotation
-from sidestream.ops.linear import by_head
+from sidestream.ops.linear import by_head, by_head_into
 from sidestream.ops.norm import rms_norm, rms_norm_pair
-from sidestream.ops.rope import apply_rope
+from sidestream.ops.rope import apply_rope_pair
 
 
 class LatentAttention:
@@ -74,16 +74,10 @@ class LatentAttention:
             if self.indexer is not None:
                 self.indexer(index_query[0], tuple(indexer_parts), rotation)
         query = true_rows(query, rows).view(rows, self.num_heads, mla.qk_head_dim)
-        nope = query[..., : mla.qk_nope_head_dim] if mla.qk_rope_head_dim else query
-        absorbed = by_head(nope, self.w_uk)
-        rope_key = None
         if mla.qk_rope_head_dim:
-            rope_query = query[..., mla.qk_nope_head_dim :]
-            rope_key = compressed[:, mla.kv_lora_rank :]
-            if rotation is not None:
-                rope_query = apply_rope(rope_query, *rotation, interleaved=True)
-                rope_key = apply_rope(rope_key, *rotation, interleaved=True)
-            absorbed = torch.cat([absorbed, rope_query], dim=-1)
+            absorbed, rope_key = self._absorb(query, compressed[:, mla.kv_lora_rank :], rotation)
+        else:
+            absorbed, rope_key = by_head(query, self.w_uk), None
         attended = across_break(
             f"attention of layer {self.layer}",
             "attention",
@@ -95,6 +89,21 @@ class LatentAttention:
         )
         values = by_head(attended, self.w_uv).reshape(rows, -1)
         return self.out(pad_rows(values, x.shape[0]))
+
+    def _absorb(
+        self, query: torch.Tensor, rope_key: torch.Tensor, rotation: Rotation | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [S, H, nope + p] and keys [S, p] -> [S, H, r + p] and [S, p], their last p dimensions rotated."""
+        mla = self.mla
+        nope, rope_query = torch.split(query, [mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)
+        absorbed = query.new_empty(query.shape[0], self.num_heads, mla.kv_lora_rank + mla.qk_rope_head_dim)
+        by_head_into(nope, self.w_uk, out=absorbed[..., : mla.kv_lora_rank])
+        turned = absorbed[..., mla.kv_lora_rank :]
+        if rotation is None:
+            turned.copy_(rope_query)
+        else:
+            rope_key = apply_rope_pair(rope_query, rope_key, *rotation, interleaved=True, out=turned)
+        return absorbed, rope_key
 
     def _attend(self, query: torch.Tensor, latent: torch.Tensor, rope_key: torch.Tensor | None) -> torch.Tensor:
         """[S, H, r + p] queries -> [S, H, r]."""

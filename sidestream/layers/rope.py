@@ -17,8 +17,9 @@ class Rope:
     def __init__(self, mla: MlaConfig, max_positions: int, device: torch.device) -> None:
         assert mla.rope is not None
         cos, sin = rope_table(mla.rope, mla.qk_rope_head_dim, max_positions)
-        self.cos, self.sin = cos.to(device), sin.to(device)
+        self.angles = torch.cat((cos, sin), dim=1).to(device)  # side by side: one launch looks up both
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
-        """positions [T] int64 -> cos, sin [T, p / 2]."""
-        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        """positions [T] int64 -> cos, sin [T, p / 2], halves of one tensor."""
+        cos, sin = self.angles.index_select(0, positions).chunk(2, dim=1)
+        return cos, sin

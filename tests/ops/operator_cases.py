@@ -95,6 +95,15 @@ def rope_case(interleaved: bool, dtype: torch.dtype) -> Callable[[int], Argument
     return make
 
 
+def rope_pair_case(interleaved: bool, dtype: torch.dtype) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        made = rope_case(interleaved, dtype)(seed)
+        made = {"query": made.pop("x"), "key": Step(seed + 7).randn(ROWS, 6, dtype=dtype), **made}
+        return {**made, "out": torch.full((ROWS, HEADS, 6), torch.nan, dtype=dtype)}
+
+    return make
+
+
 def pre_case(dtype: torch.dtype) -> Callable[[int], Arguments]:
     def make(seed: int) -> Arguments:
         step, streams = Step(seed), 4
@@ -521,6 +530,13 @@ def by_head_case(dtype: torch.dtype) -> Callable[[int], Arguments]:
     return make
 
 
+def by_head_into_case(dtype: torch.dtype) -> Callable[[int], Arguments]:
+    def make(seed: int) -> Arguments:
+        return {**by_head_case(dtype)(seed), "out": torch.full((ROWS, HEADS, LATENT), torch.nan, dtype=dtype)}
+
+    return make
+
+
 def embed_case(copies: int) -> Callable[[int], Arguments]:
     def make(seed: int) -> Arguments:
         step = Step(seed)
@@ -541,6 +557,7 @@ def _cases() -> Iterator[Case]:
         for interleaved in (True, False):
             variant = f"{name}-{'pairs' if interleaved else 'halves'}"
             yield Case("rope.apply_rope", variant, rope_case(interleaved, dtype))
+            yield Case("rope.apply_rope_pair", variant, rope_pair_case(interleaved, dtype))
         yield Case("hyper_connection.hyper_connection_pre", name, pre_case(dtype))
         yield Case("hyper_connection.hyper_connection_post", name, post_case(dtype))
         yield Case("hyper_connection.hyper_connection_post_pre", name, post_pre_case(dtype))
@@ -588,6 +605,7 @@ def _cases() -> Iterator[Case]:
         yield Case("norm.rms_norm_pair", name, norm_pair_case(dtype))
         yield Case("linear.logits", name, logits_case(dtype))
         yield Case("linear.by_head", name, by_head_case(dtype))
+        yield Case("linear.by_head_into", name, by_head_into_case(dtype))
     for copies in (1, 4):
         yield Case("embedding.embed", f"{copies}", embed_case(copies))
     for limit in (None, 0.7):

@@ -8,11 +8,13 @@ from sidestream.ops.linear import torch_impl
 from sidestream.ops.linear.launches import launch_for
 from sidestream.ops.operator import operator
 
-__all__ = ["by_head", "linear", "logits"]
+__all__ = ["by_head", "by_head_into", "linear", "logits"]
 
 linear = operator("linear.linear", reads=("x", "weight", "bias"))(torch_impl.linear)
 logits = operator("linear.logits", reads=("x", "weight"), writes=("out",))(torch_impl.logits)
 by_head = operator("linear.by_head", reads=("x", "weight"))(torch_impl.by_head)
+by_head_into = operator("linear.by_head_into", reads=("x", "weight"), writes=("out",))(torch_impl.by_head_into)
+by_head_into.register("cuda")(torch_impl.write_by_head)
 
 
 @linear.register("cuda")

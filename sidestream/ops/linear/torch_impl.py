@@ -50,5 +50,15 @@ def by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def by_head_in_place(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``by_head``, contiguous: the product is written where it is read."""
     out = x.new_empty(x.shape[0], weight.shape[0], weight.shape[2])
-    torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+    write_by_head(x, weight, out=out)
     return out
+
+
+def by_head_into(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> None:
+    """``by_head`` to ``out`` [T, H, N], whose heads may be parts of wider ones."""
+    out.copy_(by_head(x, weight))
+
+
+def write_by_head(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> None:
+    """``by_head_into`` without a copy where the library takes strides of its result, as that of a GPU does."""
+    torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))

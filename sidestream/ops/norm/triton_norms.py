@@ -83,8 +83,8 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, eps
 def gated_rms_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *, eps: float, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """As ``torch_impl.gated_rms_norm``; for what ``takes`` allows of both ``x`` and ``gate``. Written to ``out``, as large
-    as x and contiguous, if given."""
+    """As ``torch_impl.gated_rms_norm``; for what ``takes`` allows of both ``x`` and ``gate``. Written to ``out``,
+    as large as x and contiguous, if given."""
     out, rows, launch = _plan(x, out)
     if rows:
         strides = {"gate_outer": gate.stride(0), "gate_inner": gate.stride(-2)}

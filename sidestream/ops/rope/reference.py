@@ -18,3 +18,17 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interle
         out[..., first] = a * c - b * s
         out[..., second] = b * c + a * s
     return out.to(x.dtype)
+
+
+def apply_rope_pair(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """One, then the other. See ``torch_impl.apply_rope_pair``."""
+    out[:] = apply_rope(query, cos, sin, interleaved=interleaved)
+    return apply_rope(key, cos, sin, interleaved=interleaved)

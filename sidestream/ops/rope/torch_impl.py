@@ -30,6 +30,29 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interle
     return torch.cat(turned, dim=-1).to(x.dtype)
 
 
+def apply_rope_pair(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """``apply_rope`` of a token's query, to where attention reads it, and of its key, in one launch where there are
+    such.
+
+    Args:
+        query: [T, H, D]; key: [T, D] of its dtype; strides are free.
+        cos, sin, interleaved: as in ``apply_rope``.
+        out: [T, H, D] in the dtype of ``query``, last dimension contiguous: what is rotated of wider heads.
+    Returns:
+        [T, D], the key.
+    """
+    out.copy_(apply_rope(query, cos, sin, interleaved=interleaved))
+    return apply_rope(key, cos, sin, interleaved=interleaved)
+
+
 def _even_strides(x: torch.Tensor) -> torch.Tensor:
     """``x`` in fp32 as ``view_as_complex`` needs it: pairs adjacent, everything else an even number of elements on."""
     if x.dtype != torch.float32:

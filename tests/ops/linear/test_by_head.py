@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -23,6 +25,16 @@ def test_equals_the_formula(tokens: int, turned: bool, dtype: torch.dtype) -> No
         assert got.dtype == dtype
         rounding = 0.0 if dtype == torch.float32 else 2 * BF16_OUTPUT
         torch.testing.assert_close(got.float(), want, rtol=rounding, atol=FP32_GEMM)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("function", [torch_impl.by_head_into, torch_impl.write_by_head])
+def test_writes_a_part_of_wider_heads(function: Callable[..., None], tokens: int) -> None:
+    x, weight = torch.randn(tokens, 5, 12).to(DEVICE), torch.randn(5, 12, 32).to(DEVICE)
+    whole = torch.full((tokens, 5, 40), torch.nan, device=DEVICE)
+    function(x, weight, out=whole[..., :32])
+    torch.testing.assert_close(whole[..., :32], reference.by_head(x, weight), rtol=0, atol=FP32_GEMM)
+    assert bool(whole[..., 32:].isnan().all()), "what lies beside was written"
 
 
 def test_in_place_is_contiguous() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from sidestream.ops.rope import reference, triton_launch, triton_rope
+from sidestream.ops.rope import reference, torch_impl, triton_launch, triton_rope
 from tests.ops.triton_mode import DEVICE
 from tests.tolerances import BF16_OUTPUT, FP32_ROUNDING
 
@@ -42,6 +44,23 @@ def test_a_slice_of_a_wider_row_is_rotated_alone(interleaved: bool) -> None:
         got, reference.apply_rope(value, cos, sin, interleaved=interleaved), rtol=0, atol=FP32_ROUNDING
     )
     assert int(whole.isnan().sum()) == whole.numel() - x.numel(), "the input was changed"
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [1, 3, 70])
+@pytest.mark.parametrize("function", [torch_impl.apply_rope_pair, triton_rope.apply_rope_pair], ids=["torch", "triton"])
+def test_a_pair_has_the_bits_of_its_parts(function: Any, heads: int, dtype: torch.dtype, interleaved: bool) -> None:
+    """The query written to a part of wider heads, the key new; angles lie side by side, as a step has them."""
+    x, cos, sin = inputs((3, heads, 12), dtype)
+    key = torch.randn(3, 30).to(DEVICE, dtype)[:, 7:19]
+    cos, sin = torch.cat((cos, sin), dim=1).chunk(2, dim=1)
+    alone = torch_impl.apply_rope if function is torch_impl.apply_rope_pair else triton_rope.apply_rope
+    whole = torch.full((3, heads, 20), torch.nan, device=DEVICE, dtype=dtype)
+    got = function(x, key, cos, sin, interleaved=interleaved, out=whole[..., 8:])
+    assert torch.equal(whole[..., 8:], alone(x, cos, sin, interleaved=interleaved))
+    assert torch.equal(got, alone(key, cos, sin, interleaved=interleaved))
+    assert bool(whole[..., :8].isnan().all()), "what lies beside was written"
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a CPU's tensors, whatever else there is")
