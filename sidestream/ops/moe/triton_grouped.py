@@ -147,6 +147,15 @@ def _described(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescripto
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _tile(routed_blocks: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
+    """Block and part of a program. Blocks of shared experts, which are always there, begin; those that the choice does
+    not need end, so that programs which do nothing fill no gap between others."""
+    block, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    shared = tl.num_programs(0) // PARTS - routed_blocks
+    return tl.where(block < shared, routed_blocks + block, block - shared), part
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _block(
     block: tl.tensor,
     order: tl.tensor,
@@ -158,7 +167,7 @@ def _block(
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tl.tensor:
-    """Expert (-1: none), pairs [ROWS] (-1: none) and tokens [ROWS] of a block; shared ones come last."""
+    """Expert (-1: none), pairs [ROWS] (-1: none) and tokens [ROWS] of a block; those of shared experts are numbered last."""
     rows = tl.arange(0, ROWS)
     if block < routed_blocks:
         expert = tl.load(block_expert + block)
@@ -212,7 +221,7 @@ def _gate_up(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    block, part = tl.program_id(0) // (INNER // COLUMNS), tl.program_id(0) % (INNER // COLUMNS)
+    block, part = _tile(routed_blocks, INNER // COLUMNS)
     expert, pair, token = _block(
         block, order, block_expert, tokens, routed_blocks, shared_blocks, num_experts, TOP_K, ROWS
     )
@@ -268,7 +277,7 @@ def _down(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    block, part = tl.program_id(0) // (H // COLUMNS), tl.program_id(0) % (H // COLUMNS)
+    block, part = _tile(routed_blocks, H // COLUMNS)
     expert, pair, _ = _block(block, order, block_expert, tokens, routed_blocks, shared_blocks, num_experts, TOP_K, ROWS)
     if expert < 0:
         return
