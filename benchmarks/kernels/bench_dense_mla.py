@@ -108,7 +108,7 @@ def variants(rows: int, context: int) -> list[Launch]:
         found.append(replace(chosen, splits=-(-chosen.splits // 2)))
         found.append(replace(chosen, in_threads=not chosen.in_threads))
     if chosen.roles:
-        found += [replace(one, block_n=32, ahead=True) for one in found if one.roles]
+        found += [replace(one, block_n=32) for one in found if one.roles]
     return list(dict.fromkeys(found))
 
 

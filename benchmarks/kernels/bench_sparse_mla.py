@@ -106,12 +106,9 @@ def variants(shape: Shape) -> list[Launch]:
         programs = -(-132 // shape.tokens)
         for splits in {min(programs - 1, 33), min(programs // 2, 17)}:
             roles = Launch(splits, 64, 64, 1, 8, False, roles=True, early=True)
-            found += [roles, replace(roles, block_n=32, ahead=True)]
+            found += [roles, replace(roles, block_n=32)]
     if chosen.roles:
-        small = replace(chosen, block_n=32, ahead=False)
-        found += [replace(chosen, block_n=64, ahead=False), replace(small, ahead=True)]
-        if shape.tokens == 128 and shape.layout == "mxfp8":
-            found += [small, replace(small, ahead=True, chained=True)]
+        found += [replace(chosen, block_n=64), replace(chosen, block_n=32)]
     if shape.tokens <= 8 or shape.heads < 32:
         for block_h, block_n, stages, warps, parted in SMALL:
             most = min(MAX_SPLITS, -(-shape.width // block_n))
@@ -119,16 +116,11 @@ def variants(shape: Shape) -> list[Launch]:
             found.append(Launch(splits, block_h, block_n, stages, warps, parted))
     found += [replace(one, in_threads=not one.in_threads) for one in found if one.splits > 1]
     if 1 < chosen.splits < 32:
-        best = replace(chosen, in_threads=True, **({"block_n": 32, "ahead": True} if chosen.roles else {}))
+        best = replace(chosen, in_threads=True)
         found += [replace(best, splits=-(-chosen.splits * share // 6)) for share in (3, 4)]
     if shape.heads == 64 and shape.tokens in (1, 8, 64) and shape.layout != "fp8_ds_mla" and shape.bar is not None:
         last = [one for one in found if one.in_threads and one.splits == chosen.splits]
         found += [replace(one, early=True) for one in last if not one.roles]
-        found += [
-            replace(one, early=True, chained=True)
-            for one in last
-            if one.ahead or (replace(one, in_threads=False) == chosen and not one.roles)
-        ]
     return list(dict.fromkeys(found))
 
 
@@ -205,7 +197,7 @@ def alone(name: str, tokens: int, pools: dict[tuple[str, int], torch.Tensor]) ->
     """Microseconds of each launch of a call of 64 heads."""
     shape = Shape(name, ROPES[name], tokens, 64, 2048, None)
     chosen = choose_launch(tokens, 64, 2048, layout_of(name, ROPES[name]), MAX_SPLITS)
-    roles = replace(chosen, block_h=64, block_n=32, roles=True, ahead=True, early=True)
+    roles = replace(chosen, block_h=64, block_n=32, roles=True, early=True)
     found: dict[str, Any] = {"layout": name, "tokens": tokens, "splits": chosen.splits}
     with patch.object(triton_launch, "merge_runs"):
         for label, launch in (("runs", chosen), ("runs, roles, 32 rows", roles)):
@@ -279,7 +271,7 @@ def main(path: Path) -> None:
             print(
                 f"    {us:8.1f} us  splits={one.splits} h={one.block_h} n={one.block_n} stages={one.stages} "
                 f"warps={one.warps} parted={one.parted} roles={one.roles} pdl={one.pdl} early={one.early} "
-                f"in_threads={one.in_threads} ahead={one.ahead} chained={one.chained}"
+                f"in_threads={one.in_threads}"
             )
     print(f"{time.time() - began:.0f} s in all")
 

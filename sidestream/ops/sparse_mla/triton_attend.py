@@ -107,7 +107,6 @@ def attend(
     dtype: tl.constexpr,
     pdl: tl.constexpr,
     early: tl.constexpr,
-    chained: tl.constexpr,
 ):
     """One run of one token's rows for ``block_h`` heads; grid (tokens * head_blocks, splits).
 
@@ -130,12 +129,9 @@ def attend(
             gives each group of four warps all columns of the first one, and computes it twice with eight warps.
         dtype: of the operands of products.
         pdl: let the kernel behind this one start while the last runs end or, ``early``, once all have begun.
-        chained: this one may start while the kernel before it ends, and lets the one behind it do so, a merge or not.
     """
     if pdl and early:
         gdc_launch_dependents()
-    if chained:
-        gdc_wait()
     place = tl.program_id(0)
     split = tl.program_id(1)
     if causal:
@@ -214,7 +210,7 @@ def attend(
         tl.store(
             out + out_place[:, None] * latent + column[None, :], result.to(out.dtype.element_ty), mask=known[:, None]
         )
-    if (pdl and not early) or (chained and single):
+    if pdl and not early:
         gdc_launch_dependents()
 
 

@@ -80,7 +80,7 @@ def gather_plain(pool, memory, barriers, span, kinds):
     keys, rope_keys, _ = memory
     full, empty = barriers
     begin, end = span
-    latent, rope, row_elems, rope_elems, _, _, paged, _, _ = kinds
+    latent, rope, row_elems, rope_elems, _, _, paged, _ = kinds
     by_row: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     by_short_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     place = gl.arange(0, 64, layout=gl.SliceLayout(1, by_row))
@@ -110,7 +110,7 @@ def gather_plain_halves(pool, memory, barriers, span, kinds):
     keys, rope_keys, near = memory
     full, empty = barriers
     begin, end = span
-    latent, rope, row_elems, rope_elems, _, _, paged, _, _ = kinds
+    latent, rope, row_elems, rope_elems, _, _, paged, _ = kinds
     by_row: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     by_short_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     of_row: gl.constexpr = gl.SliceLayout(1, by_row)
@@ -179,13 +179,12 @@ def _unpack(raw, scale, mx: gl.constexpr):
 @gluon.jit
 def gather_quantised(pool, memory, barriers, span, kinds):
     """Unpack tiles of E4M3 rows to bf16. A whole tile is on its way in registers while the one before is unpacked; the
-    barriers between quarters keep the compiler from having more there. Roles that read tiles by products have a fence
-    before them; ``fenced``: this one has, too, and waits there for the loads under way."""
+    barriers between quarters keep the compiler from having more there."""
     words, scales, ropes, own_rows, block_size = pool
     keys, rope_keys, near = memory
     full, empty = barriers
     begin, end = span
-    latent, rope, row_elems, rope_elems, tile, mx, paged, block_n, fenced = kinds
+    latent, rope, row_elems, rope_elems, tile, mx, paged, block_n = kinds
     halves: gl.constexpr = block_n == 32
     by_word: gl.constexpr = _SHORT_TILES if tile == 32 else _LONG_TILES
     pairs: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
@@ -247,7 +246,7 @@ def gather_quantised(pool, memory, barriers, span, kinds):
         row = _pool_rows(own_rows, start + 192 + line, end, block_size, paged)
         raw_a, scale_a = _load_rows(words, scales, here.slice(0, 16).load(by_place), at < end, columns, sizes, by_word)
         key.slice(16, 16).store(_unpack(raw_b, scale_b, mx))
-        if halves and fenced:
+        if halves:
             fence_async_shared()
         gl.thread_barrier()
         raw_b, scale_b = _load_rows(
@@ -264,8 +263,7 @@ def gather_quantised(pool, memory, barriers, span, kinds):
                 next_key = keys.index(first + 1)._reinterpret(gl.int32, [block_n, latent // 2], pairs)
                 next_key.slice(0, 16).store(_unpack(raw_c, scale_c, mx))
                 next_key.slice(16, 16).store(_unpack(raw_d, scale_d, mx))
-                if fenced:
-                    fence_async_shared()
+                fence_async_shared()
                 gl.thread_barrier()
                 mbarrier.arrive(full.index(first + 1), count=1)
         else:
@@ -283,8 +281,7 @@ def gather_quantised(pool, memory, barriers, span, kinds):
         if not halves:
             if rope > 0:
                 async_copy.wait_group(0)
-            if fenced:
-                fence_async_shared()
+            fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(full.index(first), count=1)
 

@@ -38,9 +38,6 @@ _MERGED = (4, 16, 64, 128)
 """Runs that a merge is compiled for: few, so that steps of any size find theirs compiled."""
 _GROUPS = (4, 16, 33)
 """Runs that a thread reads at once, likewise."""
-_AHEAD, _AHEAD_LONG, _CHAINED, _FENCED = False, False, False, True
-"""What tables choose of ``Launch``: ``ahead`` for rows named one by one where tiles of 32 rows win without it, and for
-longer runs, whose tiles have 32 rows then; ``chained`` and ``fenced`` for all. Not yet timed: the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +48,7 @@ class Launch:
         pdl: the merge starts while the last runs end or, ``early``, once all have begun, to wait where there is room.
         roles: take ``triton_roles`` for blocks of 64 heads and tiles of 64 or 32 rows; ``stages``, ``warps`` and
             ``parted`` have no meaning then.
-        ahead: scores of the next tile are begun before the weights of one are made; with roles, not for chunks.
-        chained: a call starts while the kernel before it ends, which must be one that waits for those before, and lets
-            the one behind it do so (after a merge ``in_threads``).
         in_threads: runs are merged by ``triton_merge``, which exchanges nothing between threads.
-        fenced: with roles and packed rows, who unpacks them orders them before products too, not their reader alone.
     """
 
     splits: int
@@ -66,11 +59,8 @@ class Launch:
     parted: bool
     pdl: bool = True
     roles: bool = False
-    ahead: bool = False
     in_threads: bool = False
     early: bool = False
-    chained: bool = False
-    fenced: bool = True
 
 
 @lru_cache(maxsize=4096)
@@ -120,20 +110,12 @@ def choose_launch(
     tiles = -(-places // block_n)
     splits = splits_for(blocks, tiles, block_n, limit, programs=programs, run_cost=_MERGE_RUN * block_h / 64)
     short = splits > 1 and (layout.name == "fp8_ds_mla" or -(-tiles // splits) <= _SHORT_TILES)
-    ahead = roles and not paged and (_AHEAD if short else _AHEAD_LONG)
-    if roles and not paged and (short or ahead):
+    if roles and not paged and short:
         block_n = 32
     # Few merges end sooner spread over threads, and more runs than a group take another turn.
     in_threads = tokens * heads > 64 and 1 < splits <= _GROUPS[-1]
-    how = {
-        "roles": roles,
-        "ahead": ahead,
-        "in_threads": in_threads,
-        "early": roles and not in_threads,
-        "chained": _CHAINED,
-        "fenced": _FENCED,
-    }
-    return Launch(splits, block_h, block_n, stages, warps, parted, **how)
+    early = roles and not in_threads
+    return Launch(splits, block_h, block_n, stages, warps, parted, roles=roles, in_threads=in_threads, early=early)
 
 
 def supported(q: torch.Tensor, pool: torch.Tensor, layout: KVRowLayout) -> bool:
@@ -213,9 +195,7 @@ def run(
         "paged": block_size > 0,
         "pdl": pdl,
         "early": launch.early and pdl,
-        "chained": launch.chained and not INTERPRETED,
     }
-    behind = {"launch_pdl": True} if kinds["chained"] else {}
     if launch.roles:
         assert roles_support(layout), f"no kernel with roles for {layout}"
         sizes = launch.block_h == 64 and launch.block_n in (32, 64)
@@ -223,9 +203,8 @@ def run(
         from sidestream.ops.sparse_mla import triton_roles  # for Hopper alone
 
         words = (q, pool.view(torch.int32) if layout.tile else pool, *arguments[2:])
-        kinds |= {"causal": causal, "block_n": launch.block_n, "ahead": launch.ahead and not causal}
-        kinds["fenced"] = launch.fenced or not layout.tile
-        triton_roles.attend_roles[grid](*words, *numbers, *chunk, **kinds, **behind, num_warps=triton_roles.WARPS)
+        kinds |= {"causal": causal, "block_n": launch.block_n}
+        triton_roles.attend_roles[grid](*words, *numbers, *chunk, **kinds, num_warps=triton_roles.WARPS)
     else:
         attend[grid](
             *arguments,
@@ -240,7 +219,6 @@ def run(
             dtype=tl.float32 if INTERPRETED else tl.bfloat16,
             num_warps=launch.warps,
             num_stages=launch.stages,
-            **behind,
         )
     if splits > 1:
         merge_runs(parts, part_lse, out, lse, sparing=block_size > 0, launch=launch, pdl=pdl)
@@ -275,7 +253,6 @@ def merge_runs(
     group = next((size for size in _GROUPS if size >= splits), _GROUPS[-1])
     grid = (-(-tokens * heads // block_h), latent // block_r)
     sizes = {"group": group, "block_h": block_h, "block_r": block_r, "num_warps": max(1, block_h * block_r // 256)}
-    kinds["chained"] = launch.chained and pdl
     merge_in_threads[grid](parts, part_lse, out, lse, tokens, heads, splits, **sizes, **kinds, **together)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 
 @triton.jit(do_not_specialize=["tokens", "heads", "splits"], do_not_specialize_on_alignment=["part_lse", "lse"])
@@ -30,7 +30,6 @@ def merge_in_threads(
     block_r: tl.constexpr,
     sparing: tl.constexpr,
     pdl: tl.constexpr,
-    chained: tl.constexpr,
 ):
     """Merge the runs of ``block_h`` rows of tokens and heads, ``block_r`` elements of the latent each; grid
     (tokens * H / block_h, latent / block_r).
@@ -40,7 +39,6 @@ def merge_in_threads(
             not read if ``sparing``.
         out, lse: [T, H, latent] and [T, H]; 0 and -inf without any run.
         group: runs that are read at once; more go round a loop.
-        chained: let the kernel behind this one start while this one ends.
     """
     if pdl:
         gdc_wait()
@@ -84,5 +82,3 @@ def merge_in_threads(
     tl.store(out + target[:, None] * latent + column[None, :], result.to(out.dtype.element_ty), mask=known[:, None])
     if tl.program_id(1) == 0:
         tl.store(lse + target, tl.where(empty, float("-inf"), top + tl.log(total)), mask=known)
-    if chained:
-        gdc_launch_dependents()

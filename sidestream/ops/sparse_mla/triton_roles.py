@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from sidestream.ops.sparse_mla.triton_gather import gather
 
@@ -77,7 +77,7 @@ def _score(memory, barriers, span, block, target, kinds):
     begin, end = span
     first, known, heads, splits, chunk_start = block
     lse, out_row, scale_log2 = target
-    rope, causal, block_n, ahead = kinds
+    rope, causal, block_n = kinds
     buffers: gl.constexpr = 128 // block_n
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, 16])
     read, handed, passed = (query, query_rope, keys, rope_keys), (weights, factors), (weighed, taken)
@@ -90,27 +90,17 @@ def _score(memory, barriers, span, block, target, kinds):
     no_score = gl.zeros([64, block_n], gl.float32, layout=scores)
     tiles = gl.cdiv(end - begin, block_n)
     mbarrier.wait(asked, 0)
-    if ahead:
-        # All but the last tile are whole.
-        score = warpgroup_mma_wait(0, [_begin_scores(read, full, 0, no_score, product_kinds)]) * scale_log2
-        for done in range(tiles - 1):
-            open_score = _begin_scores(read, full, done + 1, no_score, product_kinds)
-            top, total = _store_weights(score, top, total, done, handed, passed, causal)
-            score = warpgroup_mma_wait(0, [open_score]) * scale_log2
-        score = gl.where((begin + (tiles - 1) * block_n + score_place < end)[None, :], score, float("-inf"))
-        top, total = _store_weights(score, top, total, tiles - 1, handed, passed, causal)
-    else:
-        for start in range(begin, end, block_n):
-            done = (start - begin) // block_n
-            open_score = _begin_scores(read, full, done, no_score, product_kinds)
-            score = warpgroup_mma_wait(0, [open_score]) * scale_log2
-            place = start + score_place
-            if causal:
-                limit = gl.minimum(chunk_start + flat // heads + 1, end)
-                score = gl.where(place[None, :] < limit[:, None], score, float("-inf"))
-            else:
-                score = gl.where((place < end)[None, :], score, float("-inf"))
-            top, total = _store_weights(score, top, total, done, handed, passed, causal)
+    for start in range(begin, end, block_n):
+        done = (start - begin) // block_n
+        open_score = _begin_scores(read, full, done, no_score, product_kinds)
+        score = warpgroup_mma_wait(0, [open_score]) * scale_log2
+        place = start + score_place
+        if causal:
+            limit = gl.minimum(chunk_start + flat // heads + 1, end)
+            score = gl.where(place[None, :] < limit[:, None], score, float("-inf"))
+        else:
+            score = gl.where((place < end)[None, :], score, float("-inf"))
+        top, total = _store_weights(score, top, total, done, handed, passed, causal)
     if causal:
         total = gl.where(top == float("-inf"), 1.0, total)
     mbarrier.wait(taken, (tiles & 1) ^ 1)
@@ -212,19 +202,15 @@ def attend_roles(
     paged: gl.constexpr,
     causal: gl.constexpr,
     block_n: gl.constexpr,
-    ahead: gl.constexpr,
     pdl: gl.constexpr,
     early: gl.constexpr,
-    chained: gl.constexpr,
-    fenced: gl.constexpr,
 ):
     """One run of rows for 64 query rows: ``triton_attend.attend`` with the same arguments, for eight warps and the
     eight it adds.
 
     Plain rows must be bf16. ``values`` of quantised pools are int32 words; ``row_elems`` counts bytes then. ``latent``
     is 512, ``rope`` 0 or 64, ``block_n`` 64 or 32: smaller tiles wait for each other less often, and read queries from
-    shared memory twice as often. ``ahead``, not for chunks: scores of the next tile are on their way while weights of
-    one are made. ``fenced``: as ``gather_quantised`` says.
+    shared memory twice as often.
     """
     shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, latent], gl.bfloat16)
     shared_short: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
@@ -233,8 +219,6 @@ def attend_roles(
     in_line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if pdl and early:
         gdc_launch_dependents()
-    if chained:
-        gdc_wait()
     program = gl.program_id(0)
     split = gl.program_id(1)
     if causal:
@@ -292,8 +276,8 @@ def attend_roles(
         span = (begin, end)
         block = (first, known, heads, splits, chunk_start)
         weigh_kinds: gl.constexpr = (latent, rope, block_n)
-        score_kinds: gl.constexpr = (rope, causal, block_n, ahead)
-        gather_kinds: gl.constexpr = (latent, rope, row_elems, rope_elems, tile, mx, paged, block_n, fenced)
+        score_kinds: gl.constexpr = (rope, causal, block_n)
+        gather_kinds: gl.constexpr = (latent, rope, row_elems, rope_elems, tile, mx, paged, block_n)
         registers: gl.constexpr = _QUANTISED_REGISTERS if tile > 0 else _PLAIN_REGISTERS
         gl.warp_specialize(
             [
@@ -334,5 +318,5 @@ def attend_roles(
             [4, 4],
             [registers[0], registers[1]],
         )
-    if (pdl and not early) or (chained and single):
+    if pdl and not early:
         gdc_launch_dependents()

@@ -167,7 +167,6 @@ def test_tables_choose_what_was_fastest_on_a_hopper_gpu(
 ) -> None:
     """(runs, rows a tile, roles, merge in threads) of 64 heads, as measured, and between what was measured."""
     monkeypatch.setattr(triton_launch, "roles_support", lambda layout: True)
-    monkeypatch.setattr(triton_launch, "_AHEAD_LONG", False)
     choose = triton_launch.choose_launch.__wrapped__
     launch = choose(tokens, 64, width, layout_of(name, p, 512), triton_impl.MAX_SPLITS)
     assert (launch.splits, launch.block_n, launch.roles, launch.in_threads) == want
@@ -181,17 +180,3 @@ def test_a_few_long_contexts_have_more_runs_than_threads_merge(monkeypatch: pyte
         (128, False, True, 64),
         (16, True, False, 64),
     ]
-
-
-def test_scores_ahead_come_with_tiles_of_32_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 64 they would spill; rows from a block table keep 64."""
-    monkeypatch.setattr(triton_launch, "roles_support", lambda layout: True)
-    choose, layout = triton_launch.choose_launch.__wrapped__, layout_of("mxfp8", 0, 512)
-    for short, long in ((True, False), (False, True), (True, True)):
-        monkeypatch.setattr(triton_launch, "_AHEAD", short)
-        monkeypatch.setattr(triton_launch, "_AHEAD_LONG", long)
-        found = [choose(tokens, 64, 2048, layout, 33) for tokens in (8, 64)]
-        assert [one.ahead for one in found] == [short, long]
-        assert [one.block_n for one in found] == [32, 32 if long else 64]
-        paged = choose(64, 64, 2048, layout, 33, paged=True)
-        assert (paged.ahead, paged.block_n) == (False, 64)
