@@ -57,7 +57,9 @@ FEW = [
     Launch(False),
     *(Launch(False, early=True, ahead=ahead) for ahead in (2, 4, 6)),
     *(Launch(True, early=True, releases=True, ahead=ahead) for ahead in (2, 4, 6)),
-    Launch(True, early=True, releases=True, ahead=6, beyond=4),
+    Launch(True, early=True, releases=True, late=True),
+    Launch(True, early=True, releases=True, late=True, ahead=2),
+    Launch(True, early=True, ahead=6, beyond=4),
 ]
 MANY = [
     Launch(True),

@@ -71,6 +71,7 @@ def advance(
     bounded: gl.constexpr,
     overlap: gl.constexpr,
     releases: gl.constexpr,
+    late: gl.constexpr,
     beyond: gl.constexpr,
     streaming: gl.constexpr,
 ):
@@ -78,7 +79,9 @@ def advance(
     ``expanded`` [2, rows, heads * dim]; nothing else that an earlier kernel of the step writes is read before
     ``gdc_wait``, except what came before both. The convolution ring has ``length`` rows a slot: the token at position
     p is in row ``p % length``. ``releases``: the next kernel may start when the state is stored, and must read nothing
-    of this before its wait. ``beyond``: rows to the one whose state is asked for, or 0; ``streaming``: new states leave
+    of this before its wait. ``late``: the first kernel lets this start before it has waited itself, so states, rings,
+    slots and positions alone are read ahead: what wrote them ended before the projection in front of both began to let
+    the first start. ``beyond``: rows to the one whose state is asked for, or 0; ``streaming``: new states leave
     the L2 cache first."""
     rows: gl.constexpr = 32
     by_row: gl.constexpr = gl.BlockedLayout([8, 4], [1, 32], [4, 1], [1, 0])
@@ -132,6 +135,10 @@ def advance(
     rate = gl.load(a_log + h)
     bias = gl.load(dt_bias + h * dim + column)
     normal = gl.load(norm_weight + column).to(gl.float32)
+    if late:
+        gdc_wait()
+        forget = gl.load(expanded + t * width + h * dim + column) + bias
+        gate = gl.load(expanded + expanded_part + t * width + h * dim + column)
     given = projected + t * projected_row
     own = gl.load(given + place, mask=real, other=0.0)
     beta = gl.load(given + 3 * width + 2 * dim + h).to(gl.float32)
@@ -154,10 +161,11 @@ def advance(
     value = gl.convert_layout(gl.sum(gl.where(which == 2, kinds, 0.0), axis=0), of_columns, assert_trivial=True)
     kq = gl.sum(key * query, axis=0)
 
-    if overlap:
+    if overlap and not late:
         gdc_wait()
-    forget = gl.load(expanded + t * width + h * dim + column) + bias
-    gate = gl.load(expanded + expanded_part + t * width + h * dim + column)
+    if not late:
+        forget = gl.load(expanded + t * width + h * dim + column) + bias
+        gate = gl.load(expanded + expanded_part + t * width + h * dim + column)
     if bounded:
         decay = lower_bound * _sigmoid(rate * forget)
     else:

@@ -75,10 +75,14 @@ def _tables(
     for slot, start, length, splits in zip(slots, starts, lengths, kept, strict=True):
         begun = len(entries) // 3
         for at, tokens, split in runs_of(start, length, splits):
-            for done in range(0, tokens, CHUNK):
-                entries += (first + at + done, min(tokens - done, CHUNK), -1)
+            count = -(-tokens // CHUNK)
+            run = [-1] * (3 * count)
+            run[::3] = range(first + at, first + at + tokens, CHUNK)
+            run[1::3] = [CHUNK] * count
+            run[-2] = tokens - (count - 1) * CHUNK
             if split is not None:
-                entries[-1] = row_of(split, versions)
+                run[-1] = row_of(split, versions)
+            entries += run
         before = slot * versions + start % versions if start > 0 else -1
         spans += (begun, len(entries) // 3 - begun, before, slot * versions + (start + length) % versions)
         first += length

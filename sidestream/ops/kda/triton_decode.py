@@ -39,7 +39,7 @@ class Launch:
         early: start the first kernel while the one before it ends: its weights never change, so it has them by then.
         releases: let the kernel behind the ordered one start while that ends.
         ahead: rows whose states the first kernel asks the L2 cache for as it starts, at most 64.
-        beyond, streaming: of the ordered kernel, see ``triton_advance``.
+        late, beyond, streaming: of the ordered kernel, see ``triton_advance``.
     """
 
     ordered: bool
@@ -48,6 +48,7 @@ class Launch:
     early: bool = False
     releases: bool = False
     ahead: int = 0
+    late: bool = False
     beyond: int = 0
     streaming: bool = False
 
@@ -106,7 +107,7 @@ def decode_step(
     if launch is None:
         fits = hopper and D == 128 and plan.window <= MOST_TAPS
         launch = launch_for(projected.device, T) if fits else PLAIN
-    early, releases = (on and hopper for on in (launch.early, launch.releases))
+    early, releases, late = (on and hopper for on in (launch.early, launch.releases, launch.late))
     first_options: dict[str, bool] = {"launch_pdl": True} if early else {}
     if out is None:
         out = torch.empty(T, H * D, dtype=projected.dtype, device=projected.device)
@@ -136,6 +137,7 @@ def decode_step(
         ROWS=launch.rows,
         EARLY=early,
         RELEASES=hopper,
+        AT_ONCE=not early or late,
         AHEAD=launch.ahead if hopper else 0,
         NARROW=projected.is_cuda and projected.dtype != torch.float32,  # Triton's interpreter multiplies fp32 alone
         num_warps=4,
@@ -144,7 +146,7 @@ def decode_step(
     given = (projected, conv_state, state, out, expanded, *memories, *numbers, T * H * D, *constants, hopper)
     options: dict[str, bool] = {"launch_pdl": True} if hopper else {}
     if launch.ordered:
-        advance[(H, T)](*given, releases, launch.beyond, launch.streaming, num_warps=WARPS, **options)
+        advance[(H, T)](*given, releases, late, launch.beyond, launch.streaming, num_warps=WARPS, **options)
     else:
         _advance[(H, T)](*given, min(launch.columns, D), num_warps=WARPS, **options)
     return out
@@ -182,13 +184,14 @@ def _expand(
     ROWS: tl.constexpr,
     EARLY: tl.constexpr,
     RELEASES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     AHEAD: tl.constexpr,
     NARROW: tl.constexpr,
 ) -> None:
     """Low-rank rows of one gate times one head's outputs: [2, T, H * D] fp32. States of the first ``AHEAD`` rows, one
     head's in each program, are asked for before the wait, by what the step placed before its first kernel; were a slot
     not there yet, another of the ``pool`` would be asked for in vain."""
-    if RELEASES and not EARLY:
+    if RELEASES and AT_ONCE:
         gdc_launch_dependents()
     half = tl.program_id(0) // H
     head = tl.program_id(0) % H
@@ -205,7 +208,7 @@ def _expand(
     weight = tl.load(expand + tl.program_id(0) * (D * D) + line[:, None] * D + line[None, :])
     if EARLY:
         gdc_wait()
-        if RELEASES:  # not before: then the second kernel reads what stands before both without a wait
+        if RELEASES and not AT_ONCE:  # not before: then the second kernel reads what stands before both without a wait
             gdc_launch_dependents()
     place = t[:, None] * row + (3 * H + half) * D + line[None, :]
     low = tl.load(projected + place, mask=(t < T)[:, None], other=0.0)

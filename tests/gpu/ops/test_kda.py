@@ -63,17 +63,18 @@ def test_decode_step_equals_the_formula(rows: int, heads: int, dim: int, dtype: 
 ASKING = {"ahead": 4, "beyond": 2, "streaming": True}
 
 
-@pytest.mark.parametrize("asking", [{}, ASKING], ids=["plain", "asking"])
+@pytest.mark.parametrize("more", [{}, ASKING, {"late": True}], ids=["plain", "asking", "late"])
 @pytest.mark.parametrize("rows", [1, 4, 21])
-def test_an_ordered_step_equals_the_formula(rows: int, asking: dict[str, Any]) -> None:
+def test_an_ordered_step_equals_the_formula(rows: int, more: dict[str, Any]) -> None:
     """Whether the dispatcher uses it or not; five times the same bits."""
-    launch = triton_decode.Launch(ordered=True, early=True, releases=True, **asking)
+    launch = triton_decode.Launch(ordered=True, early=True, releases=True, **more)
     for versions, rollback, bounded in ((1, 0, True), (3, 2, False)):
         choice = {"padding": rows // 4, "versions": versions, "rollback": rollback, "bounded": bounded}
         case = decode_step_case(rows, HEADS, DIM, dtype=torch.bfloat16, **choice)
         results = []
         for _ in range(5):
             mine = to_gpu(case)
+            torch.cuda.synchronize()  # no projection stands between these copies and the step
             results.append((triton_decode.decode_step(**mine, launch=launch), mine["state"], mine["conv_state"]))
         got, state, ring = (tensor.cpu() for tensor in results[0])
         assert all(torch.equal(got, other[0].cpu()) for other in results[1:])

@@ -33,7 +33,7 @@ def check(case: dict[str, Any], mine: dict[str, Any], out: torch.Tensor) -> None
     assert torch.equal(owned(mine["conv_state"], length=length), owned(case["conv_state"], length=length))
 
 
-def arguments(mine: dict[str, Any], bounded: bool, beyond: int = 0) -> tuple[Any, ...]:
+def arguments(mine: dict[str, Any], bounded: bool, late: bool = False, beyond: int = 0) -> tuple[Any, ...]:
     """As the kernel takes them."""
     weight, plan, state, rows = mine["conv_weight"], mine["plan"], mine["state"], mine["projected"].shape[0]
     low = mine["projected"][:, 3 * HEADS * DIM : 3 * HEADS * DIM + 2 * DIM].view(rows, 2, DIM).transpose(0, 1)
@@ -43,25 +43,27 @@ def arguments(mine: dict[str, Any], bounded: bool, beyond: int = 0) -> tuple[Any
     memories += tuple(mine[name] for name in ("dt_bias", "A_log", "norm_weight", "slots", "start"))
     numbers = (mine["lower_bound"] or 0.0, mine["norm_eps"], mine["projected"].stride(0), *weight.stride())
     sizes = (rows * HEADS * DIM, HEADS, L2_EPS, state.shape[1], DIM, plan.window, plan.length)
-    return (*memories, *numbers, *sizes, bounded, True, True, beyond, False)
+    return (*memories, *numbers, *sizes, bounded, True, True, late, beyond, False)
 
 
-def advanced(mine: dict[str, Any], given: tuple[Any, ...]) -> list[list[tuple[int, int]]]:
+def advanced(mine: dict[str, Any], given: tuple[Any, ...], late: tuple[int, ...] = (4,)) -> list[list[tuple[int, int]]]:
     """What each program asked for; all heads of a row, then those of the next."""
     grid = (HEADS, mine["projected"].shape[0])
     programs, helpers = (
         ((h, t) for t in range(grid[1]) for h in range(HEADS)),
         (triton_advance._sigmoid, triton_advance._ask),
     )
-    return [run(triton_advance.advance, helpers, program, grid, given, late=(4,)) for program in programs]
+    return [run(triton_advance.advance, helpers, program, grid, given, late=late) for program in programs]
 
 
 @KINDS
-def test_a_step_equals_the_formula(versions: int, rollback: int, bounded: bool) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_step_equals_the_formula(versions: int, rollback: int, bounded: bool, late: bool) -> None:
+    """Of what is still being written the kernel reads nothing ahead: if it is late, of the projection neither."""
     case = case_of(6, versions, rollback, bounded)
     mine = map_tensors(case, torch.clone)
-    given = arguments(mine, bounded)
-    assert not any(advanced(mine, given))
+    given = arguments(mine, bounded, late)
+    assert not any(advanced(mine, given, late=(0, 4) if late else (4,)))
     check(case, mine, given[3])
 
 

@@ -107,7 +107,7 @@ def test_the_first_kernel_asks_for_the_states_of_the_first_rows(late: bool, monk
     row = case["projected"].stride(0)
     triton_decode._expand[(2 * heads, 2)](
         case["projected"], case["expand"], expanded, row, rows, heads, state, slots, case["start"], state.shape[0],
-        D=dim, VERSIONS=3, ROWS=16, EARLY=False, RELEASES=False, AHEAD=ahead, NARROW=False,
+        D=dim, VERSIONS=3, ROWS=16, EARLY=False, RELEASES=False, AT_ONCE=False, AHEAD=ahead, NARROW=False,
     )  # fmt: skip
     assert sum(size for _, size in asked) == (ahead - 1) * heads * dim * dim * 4
     spans = {(at - state.data_ptr()) // 4 + i for at, size in asked for i in range(size // 4)}
