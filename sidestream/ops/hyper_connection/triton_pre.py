@@ -45,6 +45,7 @@ class Launch:
         late: let the kernel behind each start once it has waited, not at once: kernels that start each other without
             waiting pile up, and crowd where there is room first.
         factors: Sinkhorn iterates factors of rows and columns rather than the matrix.
+        backwards: the second kernel collapses the last row first, for where the kernel before wrote it last.
     """
 
     block: int
@@ -57,6 +58,7 @@ class Launch:
     early: bool = False
     factors: bool = False
     late: bool = False
+    backwards: bool = False
 
 
 def launch_for(rows: int, width: int) -> Launch:
@@ -166,6 +168,7 @@ def finish(
         OVERLAP=overlap,
         FRESH=fresh,
         LATE=launch.late,
+        BACKWARDS=launch.backwards,
         FAST=compiled,
         NARROW=compiled and streams.dtype == torch.bfloat16,
         num_warps=launch.finish_warps,
@@ -277,6 +280,7 @@ def _finish(
     OVERLAP: tl.constexpr,
     FRESH: tl.constexpr,
     LATE: tl.constexpr,
+    BACKWARDS: tl.constexpr,
     FAST: tl.constexpr,
     NARROW: tl.constexpr,
 ) -> None:
@@ -294,6 +298,8 @@ def _finish(
         spread(partials, base, bias, post, mix, norm_eps, eps, T, 4 * H, SHARES, ROWS, ITERS, FACTORS, FAST)
     else:
         row = (program - iterating).to(tl.int64)
+        if BACKWARDS:
+            row = T - 1 - row
         h = tl.arange(0, BLOCK)
         x = streams + row * 4 * H + h
         weight = tl.load(norm_weight + h, mask=h < H, other=0.0).to(tl.float32)
