@@ -52,7 +52,7 @@ def test_nothing_is_compiled_again_for_how_pointers_lie_or_whether_rows_are_padd
     most = {"_select_kernel": 4, "_pick_kernel": 1, "_choose": 3, "_map_kernel": 1, "_finish": 4, "attend": 3}
     for name, count in most.items():
         assert start["counts"].get(name, 0) <= count, name
-    assert sum(start["counts"].values()) <= 76
+    assert sum(start["counts"].values()) <= 77
 
 
 def test_the_pretence_asks_no_real_device() -> None:

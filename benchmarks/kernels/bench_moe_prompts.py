@@ -1,9 +1,11 @@
-"""Experts at the sizes of prompts on a GPU: the table's products and those by warps with roles, kernel by kernel.
+"""Experts at the sizes of prompts on a GPU: products by every warp and by warps with roles, kernel by kernel.
 
     PYTHONPATH=. python benchmarks/kernels/bench_moe_prompts.py OUT.json [--tokens 1024 8192]
 
-Each variant is checked against fp32, then timed in graphs as ``bench_moe.py`` does; the table is timed before and after
-the others, since a device under load slows down. Kernels of one call are printed in the order of their start.
+Each variant is checked against fp32, then timed in graphs as ``bench_moe.py`` does; ``every warp``, what is in use
+where means are small, is timed before and after the others, since a device under load slows down. So is the library's
+dense product of as many rows, one call for gate and up and one for down: what a device as warm can reach. Kernels of
+one call are printed in the order of their start.
 """
 
 from __future__ import annotations
@@ -31,23 +33,16 @@ from benchmarks.kernels.bench_moe import (
 )
 from benchmarks.kernels.results import keep, out_file
 from sidestream.ops.moe import triton_grouped
-from sidestream.ops.moe.triton_tiles import MANY_ROWS, ExpertTiles, Roles, expert_tiles
+from sidestream.ops.moe.triton_tiles import MANY_ROWS, ROLES, ExpertTiles, Roles, expert_tiles
 
 EXPERTS = 64
-ROLES = (
-    Roles(2, 4),
-    Roles(3, 3),
-    Roles(2, 4, lead=2),
-    Roles(2, 4, gathered=True),
-    Roles(3, 3, gathered=True),
-    Roles(2, 4, gathered=True, lead=2),
-    Roles(3, 3, lead=1),
-)
+TRIED = (ROLES, Roles(lead=1), Roles(lead=2, asks=True), Roles(lead=1, asks=True))
 
 
 def variants(tokens: int) -> dict[str, ExpertTiles]:
-    table = expert_tiles(tokens, TOP_K, EXPERTS)
-    return {"table": table} | {str(roles): MANY_ROWS.with_roles(roles) for roles in ROLES} | {"table again": table}
+    every = expert_tiles(tokens, TOP_K, EXPERTS)
+    tried = {str(roles): MANY_ROWS.with_roles(roles) for roles in TRIED}
+    return {"every warp": every} | tried | {f"{ROLES} again": MANY_ROWS.with_roles(ROLES), "every warp again": every}
 
 
 def kernel_times(call: partial[torch.Tensor]) -> str:
@@ -83,6 +78,18 @@ def that_run(tiles: Iterable[ExpertTiles], *, seconds: float) -> set[ExpertTiles
     return {one for one, process in tried.items() if process.exitcode == 0}
 
 
+def bench_library(report: Report, shape: Shape, w13: torch.Tensor, w2: torch.Tensor, rows: int) -> None:
+    """Dense products of ``rows`` rows by the weights of one expert: the same operations, without anything between."""
+    x, hidden = draw(rows, HIDDEN), draw(rows, INNER)
+
+    def multiply(i: int) -> torch.Tensor:
+        torch.nn.functional.linear(x, w13[i])
+        return torch.nn.functional.linear(hidden, w2[i])
+
+    report.add(shape, "library, dense", multiply, lambda: 0.0)
+    print(f"{shape.name} library, dense: {report.rows[-1].get('us')}, {kernel_times(partial(multiply, 0))}", flush=True)
+
+
 def bench(report: Report, w13: torch.Tensor, w2: torch.Tensor, tokens: int, running: set[ExpertTiles]) -> None:
     sets = choices(tokens, EXPERTS, 2)
     shape = Shape(f"experts {tokens}", 6 * HIDDEN * INNER * tokens * (TOP_K + 1) / FLOP_PER_US, 2, 4)
@@ -106,6 +113,7 @@ def bench(report: Report, w13: torch.Tensor, w2: torch.Tensor, tokens: int, runn
             first = call(0)
             row["repeats"] = all(torch.equal(call(0), first) for _ in range(5))
         print(f"{tokens} {name}: { ({key: row[key] for key in row if key not in ('shape', 'variant')}) }", flush=True)
+    bench_library(report, shape, w13, w2, tokens * (TOP_K + 1))
 
 
 def main() -> None:

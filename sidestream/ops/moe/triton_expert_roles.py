@@ -1,14 +1,12 @@
 """Products of the experts for prompts by warps with roles: one group feeds, the others multiply (Gluon, Hopper only).
 
-``triton_grouped`` lets every warp of a program fetch and multiply. Here a tile is 64 rows of each of two or three
-warpgroups times 256 weight rows, brought by the copy engine. Barriers in shared memory pass depths of 64 on, so the
-engine is up to ``stages`` ahead of the products, over the end of a tile as well: programs stay and take tile after
-tile. At full speed, 4,096 operations a clock, tiles of two groups ask the L2 cache for 48 bytes a clock of each
-multiprocessor, those of three for 37, but these read 1.04 times what shared memory gives. A group whose 64 rows hold no
-pair multiplies nothing.
+``triton_grouped`` lets every warp of a program fetch and multiply. Here a tile is 64 rows of each of two warpgroups
+times 256 weight rows, brought by the copy engine, but for rows of x, which are gathered by asynchronous copies of the
+feeding warps. Barriers in shared memory pass depths of 64 on, so these are up to four ahead of the products, over the
+end of a tile as well: programs stay and take tile after tile. At full speed, 4,096 operations a clock, tiles ask the L2
+cache for 48 bytes a clock of each multiprocessor. A group whose 64 rows hold no pair multiplies nothing.
 
-The engine cannot gather: rows of x are copied once in the order of the plan, or come by asynchronous copies of the
-feeding warps. Gluon has no interpreter: a GPU alone tests this whole.
+Gluon has no interpreter: a GPU alone tests this whole.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -30,11 +28,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sidestream.ops.moe.triton_expert_feed import ask_expert, expert_of, supply
-from sidestream.ops.moe.triton_plan import arrange
-from sidestream.ops.moe.triton_tiles import Roles
+from sidestream.ops.moe.triton_tiles import ROLES_ROWS, Roles
 
 _PROGRAMS = 132
 """One a multiprocessor of an H100 or H200."""
+STAGES = 4
+"""Depths of 64 that shared memory has room for."""
 _ALL = gl.constexpr(tl.PropagateNan.ALL)
 _SILU = gl.constexpr(
     """{
@@ -64,36 +63,30 @@ def partial_sums(
 ) -> torch.Tensor:
     """Each pair's row of x [T, H] bf16 through its expert: [pairs, H], shared experts' pairs last.
 
-    Arguments are as ``triton_grouped`` makes them, for blocks of ``roles.rows``; H is a multiple of 256, the inner size
+    Arguments are as ``triton_grouped`` makes them, for blocks of ``ROLES_ROWS``; H is a multiple of 256, the inner size
     of 128.
     """
-    order, block_expert, T, routed_blocks, _, num_experts = where
+    T, num_experts = where[2], where[5]
     H, inner = w2.shape[1:]
     assert H % 256 == 0, f"hidden size {H} is no multiple of 256"
     assert inner % 128 == 0, f"inner size {inner} is no multiple of 128"
-    assert min(H // 64, inner // 64, roles.stages) > roles.lead, f"{roles} for depths of {H} and {inner}"
+    assert min(H // 64, inner // 64, STAGES) > roles.lead, f"{roles} for depths of {H} and {inner}"
     if x.stride(0) % 16 or x.data_ptr() % 16:  # copies are of 16 bytes, and Triton knows of strides by 16 elements
         x = x.clone(memory_format=torch.contiguous_format)
     assert T * x.stride(0) < 2**31, f"{T} rows {x.stride(0)} apart are beyond 32 bits"
-    pairs, arranged_rows = T * (top_k + w2.shape[0] - num_experts), routed_blocks * roles.rows
-    if roles.gathered:
-        arranged = partial = torch.empty(pairs, H, dtype=x.dtype, device=x.device)
-    else:  # in the same place, since nobody reads the first when the second is written
-        scratch = torch.empty(max(pairs, arranged_rows), H, dtype=x.dtype, device=x.device)
-        arranged, partial = scratch[:arranged_rows], scratch[:pairs]
-        arrange(x, order, block_expert, top_k=top_k, into=arranged)
-    hidden = torch.empty(blocks * roles.rows, inner, dtype=x.dtype, device=x.device)
-    dense = _described(x, 64)
+    partial = torch.empty(T * (top_k + w2.shape[0] - num_experts), H, dtype=x.dtype, device=x.device)
+    hidden = torch.empty(blocks * ROLES_ROWS, inner, dtype=x.dtype, device=x.device)
     for source, weights, target, gated in (
-        (arranged, w13.view(-1, H), _described(hidden, 64, _RESULT), True),
+        (x, w13.view(-1, H), _described(hidden, 64, _RESULT), True),
         (hidden, w2.view(-1, inner), partial, False),
     ):
         parts = inner // 128 if gated else H // 256
         products[(min(_PROGRAMS, blocks * parts),)](
-            x if gated and roles.gathered else _described(source, 64),
-            dense,
-            x.stride(0),
+            x if gated else _described(hidden, 64),
+            source,
+            source.stride(0),
             _described(weights, 128),
+            weights,
             target,
             *where,
             blocks,
@@ -101,12 +94,11 @@ def partial_sums(
             top_k=top_k,
             parts=parts,
             depth=source.shape[1],
-            groups=roles.groups,
-            stages=roles.stages,
+            stages=STAGES,
             gated=gated,
             limited=swiglu_limit is not None,
-            gathered=gated and roles.gathered,
             lead=roles.lead,
+            asks=roles.asks,
             num_warps=4,
         )
     return partial
@@ -136,10 +128,10 @@ def _swiglu(gate, up, limit, limited: gl.constexpr):
 
 
 @gluon.jit
-def _ask_pair(block, plan, group, groups: gl.constexpr):
+def _ask_pair(block, plan, group):
     """Begin to load the first pair of a group's rows; -1 if it has none, where the block is needed."""
     order, _, _, routed_blocks, _, _, _ = plan
-    return gl.load(order + (block * groups + group) * 64, mask=block < routed_blocks, other=0)
+    return gl.load(order + (block * 2 + group) * 64, mask=block < routed_blocks, other=0)
 
 
 @gluon.jit
@@ -148,24 +140,23 @@ def _multiply(target, memory, barriers, plan, kinds, limit, mine):
     rows, columns, staged = memory
     full, empty, ahead = barriers
     order, _, tokens, routed_blocks, shared_blocks, _, blocks = plan
-    parts, depth, groups, stages, gated, top_k = kinds
-    group, limited, gathered, lead = mine
-    width: gl.constexpr = 256 if groups == 2 else 128
-    products: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+    parts, depth, stages, gated, top_k = kinds
+    group, limited, lead = mine
+    products: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     by_row: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     stage = 0
     turn = 0
     first_step = lead
     asked = ask_expert(gl.program_id(0) // parts, plan)
-    head = _ask_pair(gl.program_id(0) // parts, plan, group, groups)
+    head = _ask_pair(gl.program_id(0) // parts, plan, group)
     for tile in range(gl.program_id(0), blocks * parts, gl.num_programs(0)):
         block = tile // parts
-        slot = (block * groups + group) * 64
-        shared_row = ((block - routed_blocks) % shared_blocks * groups + group) * 64
+        slot = (block * 2 + group) * 64
+        shared_row = ((block - routed_blocks) % shared_blocks * 2 + group) * 64
         expert = expert_of(asked, block, plan)
         used = gl.where(block < routed_blocks, head, tokens - 1 - shared_row) >= 0
         asked = ask_expert((tile + gl.num_programs(0)) // parts, plan)
-        head = _ask_pair((tile + gl.num_programs(0)) // parts, plan, group, groups)
+        head = _ask_pair((tile + gl.num_programs(0)) // parts, plan, group)
         if expert >= 0:
             if lead > 0 and group > 0:
                 mbarrier.wait(ahead, 0)
@@ -182,9 +173,9 @@ def _multiply(target, memory, barriers, plan, kinds, limit, mine):
                 last = 0  # not ``stage``: Triton carries no variable that has the other's value before and in a loop
                 for step in range(depth // 64):
                     mbarrier.wait(full.index(stage), turn)
-                    if gathered:
+                    if gated:  # rows come by copies of threads
                         fence_async_shared()
-                    row = rows.index(stage * groups + group)
+                    row = rows.index(stage * 2 + group)
                     column = columns.index(stage).permute((1, 0))
                     total = warpgroup_mma(row, column, total, is_async=True)
                     total = warpgroup_mma_wait(1, [total])
@@ -231,9 +222,10 @@ def _multiply(target, memory, barriers, plan, kinds, limit, mine):
 @gluon.jit(do_not_specialize=["tokens", "routed_blocks", "shared_blocks", "num_experts", "blocks"])
 def products(
     source,
-    dense,
-    x_stride,
+    memory,
+    row_stride,
     weights,
+    weight_memory,
     target,
     order,
     block_expert,
@@ -246,62 +238,47 @@ def products(
     top_k: gl.constexpr,
     parts: gl.constexpr,
     depth: gl.constexpr,
-    groups: gl.constexpr,
     stages: gl.constexpr,
     gated: gl.constexpr,
     limited: gl.constexpr,
-    gathered: gl.constexpr,
     lead: gl.constexpr,
+    asks: gl.constexpr,
 ):
     """Rows times their experts' ``weights`` [experts * rows, depth], ``parts`` tiles of 256 weight rows an expert.
 
-    ``source``: rows in the order of the plan, [blocks * groups * 64, depth]; where ``gated``, those of shared experts
-    come from ``dense`` [tokens, depth]. If ``gathered``, it points to the latter, and every row comes from there.
-    ``target``: a descriptor of hidden [blocks * groups * 64, parts * 128], or partial [pairs, parts * 256].
+    ``source``: x [tokens, depth] where ``gated``, else a descriptor of hidden [blocks * 128, depth]; ``memory`` points
+    to the same, ``weight_memory`` to what ``weights`` describes.
+    ``target``: a descriptor of hidden [blocks * 128, parts * 128], or partial [pairs, parts * 256].
     Rows of ``hidden`` without a pair are written where their group has one, and mean nothing.
     """
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
     result: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16)
-    rows = gl.allocate_shared_memory(gl.bfloat16, [stages * groups, 64, 64], tile)
+    rows = gl.allocate_shared_memory(gl.bfloat16, [stages * 2, 64, 64], tile)
     halves = gl.allocate_shared_memory(gl.bfloat16, [stages * 2, 128, 64], tile)
     columns = halves._reinterpret(gl.bfloat16, [stages, 256, 64], tile)
-    staged = gl.allocate_shared_memory(gl.bfloat16, [groups, 64, 128], result)
+    staged = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], result)
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     ahead = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ahead, count=1)
     for i in gl.static_range(stages):
-        mbarrier.init(full.index(i), count=129 if gathered else 1)
-        mbarrier.init(empty.index(i), count=groups)
+        mbarrier.init(full.index(i), count=129 if gated else 1)
+        mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
     gl.thread_barrier()
     plan = (order, block_expert, tokens, routed_blocks, shared_blocks, num_experts, blocks)
-    kinds: gl.constexpr = (parts, depth, groups, stages, gated, top_k)
+    kinds: gl.constexpr = (parts, depth, stages, gated, top_k)
     barriers = (full, empty, ahead)
-    mine_0: gl.constexpr = (0, limited, gathered, lead)
-    mine_1: gl.constexpr = (1, limited, gathered, lead)
-    mine_2: gl.constexpr = (2, limited, gathered, lead)
-    how: gl.constexpr = (gathered,)
-    memory = (rows, halves)
-    sources = (source, dense, x_stride, weights)
-    if groups == 3:
-        gl.warp_specialize(
-            [
-                (_multiply, (target, (rows, columns, staged.index(0)), barriers, plan, kinds, limit, mine_0)),
-                (_multiply, (target, (rows, columns, staged.index(1)), barriers, plan, kinds, limit, mine_1)),
-                (_multiply, (target, (rows, columns, staged.index(2)), barriers, plan, kinds, limit, mine_2)),
-                (supply, (sources, memory, barriers, plan, kinds, how)),
-            ],
-            [4, 4, 4],
-            [160, 160, 32],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_multiply, (target, (rows, columns, staged.index(0)), barriers, plan, kinds, limit, mine_0)),
-                (_multiply, (target, (rows, columns, staged.index(1)), barriers, plan, kinds, limit, mine_1)),
-                (supply, (sources, memory, barriers, plan, kinds, how)),
-            ],
-            [4, 4],
-            [224, 56] if gathered else [232, 40],
-        )
+    mine_0: gl.constexpr = (0, limited, lead)
+    mine_1: gl.constexpr = (1, limited, lead)
+    how: gl.constexpr = (asks,)
+    sources = (source, memory, row_stride, weights, weight_memory)
+    gl.warp_specialize(
+        [
+            (_multiply, (target, (rows, columns, staged.index(0)), barriers, plan, kinds, limit, mine_0)),
+            (_multiply, (target, (rows, columns, staged.index(1)), barriers, plan, kinds, limit, mine_1)),
+            (supply, (sources, (rows, halves), barriers, plan, kinds, how)),
+        ],
+        [4, 4],
+        [224, 56],
+    )

@@ -1,4 +1,4 @@
-"""Which pairs of token and expert make up each block of the grouped experts, made on the device; and x in their order.
+"""Which pairs of token and expert make up each block of the grouped experts, made on the device.
 
 A block is some rows of one expert. Up to ``COUNTED_PAIRS`` pairs every expert's program counts all of them itself; for
 prompts a launch of its own counts them by chunk, since 64 programs would take 130 us to go over 65,536 pairs twice.
@@ -11,15 +11,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sidestream.ops.moe.triton_tiles import dividing
-
 COUNTED_PAIRS = 8192
 _CHUNK, _SHARE = 1024, 4
 """Pairs that are looked at at once; chunks a program places."""
 _MOST_ROWS = 256
 """Of a block. With one bound for all, prompts of a size that no start has met compile nothing."""
-_ARRANGED = 8
-"""Rows a program copies."""
 
 
 def plan(
@@ -76,27 +72,6 @@ def plan(
         AT_ONCE=max(1, 2048 // bins),
     )
     return order, block_expert
-
-
-def arrange(
-    x: torch.Tensor, order: torch.Tensor, block_expert: torch.Tensor, *, top_k: int, into: torch.Tensor
-) -> None:
-    """Rows of x [T, H] in the order of the plan, ``into`` [blocks * rows, H] contiguous; rows without a pair stay as
-    they are. A block's rows must be a multiple of 8."""
-    H = x.shape[1]
-    _arrange[(order.numel() // _ARRANGED,)](
-        x,
-        order,
-        block_expert,
-        into,
-        x.stride(0),
-        order.numel() // block_expert.numel(),
-        TOP_K=top_k,
-        H=H,
-        ROWS=_ARRANGED,
-        COLUMNS=dividing(H, 1024),
-        num_warps=4,
-    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -239,29 +214,3 @@ def _place(
             rows,
             FILL,
         )
-
-
-@triton.jit(do_not_specialize=["block_rows"])  # type: ignore[untyped-decorator]
-def _arrange(
-    x: tl.tensor,
-    order: tl.tensor,
-    block_expert: tl.tensor,
-    arranged: tl.tensor,
-    x_stride: tl.tensor,
-    block_rows: tl.tensor,
-    TOP_K: tl.constexpr,
-    H: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    if tl.load(block_expert + tl.program_id(0) * ROWS // block_rows) < 0:
-        return
-    pair = tl.load(order + slot)
-    there = (pair >= 0)[:, None]
-    token = tl.maximum(pair, 0) // TOP_K
-    column = tl.arange(0, COLUMNS)[None, :]
-    source = x + token.to(tl.int64)[:, None] * x_stride + column
-    target = arranged + slot.to(tl.int64)[:, None] * H + column
-    for first in range(0, H, COLUMNS):
-        tl.store(target + first, tl.load(source + first, mask=there), mask=there)

@@ -11,13 +11,13 @@ import torch
 
 from sidestream.ops.moe import experts, reference, route, swiglu, torch_impl
 from sidestream.ops.moe.triton_grouped import FP32_PARTIAL_TOKENS
-from sidestream.ops.moe.triton_tiles import EXPERT_TILES, MANY_ROWS, ONE_TOKEN, ExpertTiles, Roles
+from sidestream.ops.moe.triton_tiles import EXPERT_TILES, MANY_ROWS, ONE_TOKEN, ROLES, ExpertTiles, Roles
 from tests.tolerances import BF16_OUTPUT, FP32_GEMM, FP32_ROUNDING
 
 pytestmark = pytest.mark.gpu
 
 HIDDEN, INNER, EXPERTS, TOP_K = 4096, 2048, 64, 8
-TOKENS = [1, 2, 3, 8, 16, 17, 64, 200, 700, 1500]  # every row of the table
+TOKENS = [1, 2, 3, 8, 16, 17, 64, 200, 700, 1500, 4900]  # every row of the table, and roles
 LIMIT = 1.5
 """Cuts a tenth of the gates: their spread is one."""
 
@@ -169,9 +169,7 @@ def test_every_way_of_launching(
             assert_near_fp32(got, x, w13, w2, named)
 
 
-@pytest.mark.parametrize(
-    "roles", [Roles(2, 4), Roles(3, 3, lead=1), Roles(2, 4, gathered=True, lead=2), Roles(3, 3, gathered=True)]
-)
+@pytest.mark.parametrize("roles", [ROLES, Roles(lead=0), Roles(lead=1, asks=True), Roles(lead=2, asks=True)])
 @pytest.mark.parametrize("tokens", [65, 700, 1500])
 def test_products_by_warps_with_roles(w13: torch.Tensor, w2: torch.Tensor, tokens: int, roles: Roles) -> None:
     """Rows with gaps between them, padding rows, an expert of many blocks, one that nobody chose; twice in a graph."""

@@ -11,9 +11,7 @@ import torch
 from benchmarks.kernel_resources import resources_of
 from benchmarks.precompile import begin
 from benchmarks.rehearsal import kernels_met, pretended_device
-from sidestream.ops.moe.triton_tiles import MANY_ROWS, Roles
-
-ROLES = (Roles(2, 4), Roles(3, 3, lead=1), Roles(2, 4, gathered=True), Roles(3, 3, gathered=True, lead=1))
+from sidestream.ops.moe.triton_tiles import MANY_ROWS, ROLES, Roles
 
 
 def made(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -27,7 +25,7 @@ def main() -> None:
         x = made(2048, 4104)[:, :4096]  # rows are not a multiple of 16 elements apart
         w13, w2 = made(9, 4096, 4096), made(9, 4096, 2048)
         chosen = {"weights": made(2048, 8, dtype=torch.float32), "ids": made(2048, 8, dtype=torch.int64)}
-        for roles in ROLES:
+        for roles in (ROLES, Roles(lead=0), Roles(asks=True)):
             tiles = MANY_ROWS.with_roles(roles)
             triton_grouped.experts(x, w13, w2, **chosen, num_shared=1, swiglu_limit=10.0, tiles=tiles)
     begin()

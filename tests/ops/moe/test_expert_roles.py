@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from sidestream.ops.moe import device_impl, triton_tiles
-from sidestream.ops.moe.triton_tiles import MANY_ROWS, Roles, expert_roles
+from sidestream.ops.moe import device_impl, triton_grouped
+from sidestream.ops.moe.triton_tiles import MANY_ROWS, ROLES, ExpertTiles, Roles, expert_roles
 
 ROOT = Path(__file__).parents[3]
 SHARED = 227 << 10
@@ -22,7 +22,7 @@ SHARED = 227 << 10
 
 @pytest.fixture(scope="module")
 def compiled() -> list[dict[str, Any]]:
-    """Both products of every way, for a hidden size of 4,096 and an inner size of 2,048."""
+    """Both products in each way, for a hidden size of 4,096 and an inner size of 2,048."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "tests.ops.moe.compiled_roles"]
@@ -32,33 +32,54 @@ def compiled() -> list[dict[str, Any]]:
 
 
 def test_nothing_spills_and_all_is_copied_in_lines(compiled: list[dict[str, Any]]) -> None:
-    """Three groups have 160 registers a thread, 128 of which hold results."""
-    assert len(compiled) == 6  # the second product does not depend on who gathers
+    """Feeding threads have 56 registers; of the 224 of others 128 hold results."""
+    assert len(compiled) == 6
     for one in compiled:
-        counts = one["code"]["counts"]
-        groups = 3 if "groups=3" in one["constants"] else 2
+        counts, gated = one["code"]["counts"], "gated=True" in one["constants"]
         assert not any(one["code"]["spilled"]), one["constants"]
         assert one["shared"] <= SHARED, one["constants"]
-        assert one["warps"] == 4 * groups + 4, one["constants"]
-        assert counts["wgmma"][0] == {2: 2 * 4, 3: 3 * 8}[groups], one["constants"]
-        assert counts["bulk copy"][0] == (2 if "gathered=True" in one["constants"] else groups + 2), one["constants"]
-        assert counts.get("LDGSTS.128", [0])[0] == (4 * groups if "gathered=True" in one["constants"] else 0)
+        assert one["warps"] == 12, one["constants"]
+        assert counts["wgmma"][0] == 2 * 4, one["constants"]
+        assert counts["bulk copy"][0] == (2 if gated else 4), one["constants"]
+        assert counts.get("LDGSTS.128", [0])[0] == (8 if gated else 0), one["constants"]
         assert not {"LDGSTS.32", "LDGSTS.64", "STG.16", "STG.32"} & set(counts), counts
 
 
 def test_who_takes_them_follows_from_sizes_and_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_tiles, "ROLES", ((100, Roles(2, 4)), (400, Roles(3, 3))))
-    assert [expert_roles(tokens, 8, 64) for tokens in (64, 792, 793, 3192, 3193, 8192)] == [
-        None,
-        None,
-        Roles(2, 4),
-        Roles(2, 4),
-        Roles(3, 3),
-        Roles(3, 3),
-    ]
-    assert MANY_ROWS.with_roles(Roles(3, 3)).rows == 192
+    assert [expert_roles(tokens, 8, 64) for tokens in (1, 4800, 4801, 8192)] == [None, None, ROLES, ROLES]
+    assert expert_roles(8192, 8, 288) is None
+    assert MANY_ROWS.with_roles(ROLES).rows == 128
+
+    def suits(hidden: int, inner: int, *, lead: int = 2, stride: int = 512) -> bool:
+        x = torch.empty(8192, stride, device="meta")[:, :hidden]
+        return device_impl._suits_roles(x, torch.empty(1, hidden, inner), Roles(lead))
+
     monkeypatch.setattr(device_impl, "_is_hopper", lambda device: True)
-    fits = [device_impl._suits_roles(torch.empty(1, *sizes)) for sizes in ((512, 128), (384, 128), (512, 192))]
-    assert fits == [True, False, False]
+    assert suits(512, 256)
+    assert not suits(384, 256)
+    assert not suits(512, 192)
+    assert not suits(512, 128)  # two depths, where the lead is two
+    assert suits(512, 128, lead=1)
+    assert not suits(512, 256, stride=1 << 18)  # 2 ** 31 elements from the first row to behind the last
     monkeypatch.setattr(device_impl, "_is_hopper", lambda device: False)
-    assert not device_impl._suits_roles(torch.empty(1, 512, 128))
+    assert not suits(512, 256)
+
+
+def test_a_prompt_goes_to_them_in_blocks_of_128_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """301 tokens with 2 of 1 expert and of 2: 602 rows an expert, and 301."""
+    seen: list[ExpertTiles] = []
+
+    def run(x: torch.Tensor, *args: Any, tiles: ExpertTiles, **named: Any) -> torch.Tensor:
+        seen.append(tiles)
+        return x
+
+    monkeypatch.setattr(device_impl, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(device_impl, "_suits_triton", lambda x, w13, w2: True)
+    monkeypatch.setattr(triton_grouped, "experts", run)
+    x, ids, weights = torch.empty(301, 256), torch.zeros(301, 2, dtype=torch.int64), torch.ones(301, 2)
+    chosen: dict[str, Any] = {"weights": weights, "ids": ids, "num_shared": 1, "swiglu_limit": None}
+    for num_experts in (1, 2):
+        w13, w2 = torch.empty(num_experts + 1, 512, 256), torch.empty(num_experts + 1, 256, 256)
+        device_impl.grouped_where_possible(x, w13, w2, **chosen)
+    assert [tiles.roles for tiles in seen] == [ROLES, None]
+    assert seen[0].rows == 128
