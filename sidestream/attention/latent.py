@@ -56,14 +56,23 @@ class PagedLatentAttention:
         rope_key = None if rope_key is None else true_rows(rope_key, rows)
         write_rows(pool, inputs.slot_mapping[:rows], latent, rope=rope_key, layout=self._layout)
         group = self._group_of.get(layer)
-        out = self._dense(query, pool, inputs) if group is None else self._sparse(group, layer, query, pool, inputs)
-        return pad_rows(out, given)
+        if group is None:
+            return pad_rows(self._dense(query, pool, inputs), given)
+        return self._sparse(group, layer, query, pool, inputs, size=given)
 
     def _sparse(
-        self, group: SparseMLAIndexGroup, layer: int, query: torch.Tensor, pool: torch.Tensor, inputs: StepInputs
+        self,
+        group: SparseMLAIndexGroup,
+        layer: int,
+        query: torch.Tensor,
+        pool: torch.Tensor,
+        inputs: StepInputs,
+        *,
+        size: int,
     ) -> torch.Tensor:
         rows, counts = group.convert_logical_to_physical_topk(inputs, layer)
-        out, _ = sparse_mla(query, pool, rows, counts=counts, scale=self._scale, layout=self._layout, with_lse=False)
+        scale, layout = self._scale, self._layout
+        out, _ = sparse_mla(query, pool, rows, counts=counts, scale=scale, layout=layout, with_lse=False, out_rows=size)
         return out
 
     def _dense(self, query: torch.Tensor, pool: torch.Tensor, inputs: StepInputs) -> torch.Tensor:

@@ -26,9 +26,18 @@ def _on_cuda(
     layout: KVRowLayout,
     with_lse: bool = True,
     scratch_bytes: int | None = None,
+    out_rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     from sidestream.ops.sparse_mla import triton_impl  # not before a tensor needs it: engines on a CPU have no Triton
 
     return triton_impl.sparse_mla(
-        q, pool, rows, counts=counts, scale=scale, layout=layout, with_lse=with_lse, scratch_bytes=scratch_bytes
+        q,
+        pool,
+        rows,
+        counts=counts,
+        scale=scale,
+        layout=layout,
+        with_lse=with_lse,
+        scratch_bytes=scratch_bytes,
+        out_rows=out_rows,
     )

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from sidestream.core.padding import pad_rows
 from sidestream.ops.decode_groups import scratch_of
 from sidestream.ops.kv_rows.layout import KVRowLayout, unpack_rows
 
@@ -20,6 +21,7 @@ def sparse_mla(
     layout: KVRowLayout,
     with_lse: bool = True,
     scratch_bytes: int | None = None,
+    out_rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend from each token to its own rows: keys are whole rows, values their latents (one for all heads).
 
@@ -32,9 +34,10 @@ def sparse_mla(
         scale: of the softmax, which is fp32.
         with_lse: False spares what nobody will merge with another part's result.
         scratch_bytes: bound on the temporaries of one inner step, met by splitting T; None is the device's usual one.
+        out_rows: of ``out``, T at least; None for T.
     Returns:
-        out [T, H, r] of q's dtype and lse [T, H] fp32 (natural logarithm); 0 and -inf for a token without
-        rows. None in place of an lse not wanted.
+        out [out_rows, H, r] of q's dtype, zeros behind the first T, and lse [T, H] fp32 (natural logarithm); 0 and -inf
+        for a token without rows. None in place of an lse not wanted.
     """
     tokens, heads, dim = q.shape
     width, latent = rows.shape[1], layout.latent_dim
@@ -42,9 +45,12 @@ def sparse_mla(
     assert dim == latent + layout.rope_dim, f"queries of {dim}, rows of {latent} + {layout.rope_dim}"
     per_token = 4 * width * (dim + 2 * heads) + (width * layout.row_bytes if layout.dtype != torch.float32 else 0)
     run = max(1, scratch_of(q, scratch_bytes) // per_token)
+    size = tokens if out_rows is None else out_rows
     if tokens <= run:
-        return _attend(q, pool, rows, scale=scale, layout=layout, with_lse=with_lse)
-    out = q.new_empty(tokens, heads, latent)
+        out, lse = _attend(q, pool, rows, scale=scale, layout=layout, with_lse=with_lse)
+        return pad_rows(out, size), lse
+    out = q.new_empty(size, heads, latent)
+    out[tokens:].zero_()
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device) if with_lse else None
     for first in range(0, tokens, run):
         part = slice(first, first + run)

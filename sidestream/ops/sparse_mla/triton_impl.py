@@ -22,6 +22,7 @@ def sparse_mla(
     layout: KVRowLayout,
     with_lse: bool = True,
     scratch_bytes: int | None = None,
+    out_rows: int | None = None,
     launch: Launch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``torch_impl.sparse_mla``, which also runs what the kernels do not support.
@@ -37,8 +38,22 @@ def sparse_mla(
     )
     if not supported(q, pool, layout) or not rows.shape[1]:
         return torch_impl.sparse_mla(
-            q, pool, rows, counts=counts, scale=scale, layout=layout, with_lse=with_lse, scratch_bytes=scratch_bytes
+            q,
+            pool,
+            rows,
+            counts=counts,
+            scale=scale,
+            layout=layout,
+            with_lse=with_lse,
+            scratch_bytes=scratch_bytes,
+            out_rows=out_rows,
         )
     sizes = launch or choose_launch(tokens, heads, rows.shape[1], layout, MAX_SPLITS)
-    out, lse = run(q, pool, rows, lengths=counts, block_size=0, scale=scale, layout=layout, launch=sizes)
+    size = tokens if out_rows is None else out_rows
+    out = torch.empty(size, heads, layout.latent_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    into = (out[:tokens], lse)
+    run(q, pool, rows, lengths=counts, block_size=0, scale=scale, layout=layout, launch=sizes, into=into)
+    if size > tokens:
+        out[tokens:].zero_()
     return out, lse if with_lse else None

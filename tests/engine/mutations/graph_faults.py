@@ -26,12 +26,12 @@ def _on_another_stream(streams: str, statement: str) -> str:
 
 LATENT, CORE, KDA = "attention/latent.py", "engine/core.py", "layers/kda.py"
 SPARSE_MLA = (
-    "out, _ = sparse_mla(query, pool, rows, counts=counts, scale=self._scale, layout=self._layout, with_lse=False)"
+    "out, _ = sparse_mla(query, pool, rows, counts=counts, scale=scale, layout=layout, with_lse=False, out_rows=size)"
 )
 WRITE_ROWS = "write_rows(pool, inputs.slot_mapping[:rows], latent, rope=rope_key, layout=self._layout)"
 LOGITS = "logits = self._runner.logits(output, last_rows)"
 SAMPLE = "pending = self._sampled.keep(self._sampler.choose(logits, rows, bitmask=bitmask))"
-MIX = "mixed = self._mix(projected, inputs=inputs, cache=cache)"
+MIX = "return self._mix(projected, inputs=inputs, cache=cache)"
 
 OTHER_STREAMS = (
     Fault(

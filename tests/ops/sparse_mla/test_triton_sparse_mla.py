@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from sidestream.ops.kv_rows import KVRowLayout, kv_row_layout
-from sidestream.ops.sparse_mla import reference, sparse_mla
+from sidestream.ops.sparse_mla import reference, sparse_mla, torch_impl
 from tests.ops.sparse_mla.test_sparse_mla import draw_rows, poisoned
 from tests.ops.triton_mode import DEVICE, INTERPRETED
 from tests.tolerances import BF16_STEPS, FP32_GEMM
@@ -62,6 +64,25 @@ def test_equals_the_reference(name: str, p: int, splits: int, in_threads: bool) 
     check(lse, want_lse)
     assert torch.equal(out[1], torch.zeros_like(out[1]))
     assert torch.equal(lse[1], torch.full((5,), -math.inf))
+
+
+@pytest.mark.parametrize("scratch", [None, 1])
+@pytest.mark.parametrize("launch", [None, LAUNCH, replace(LAUNCH, splits=3)])
+def test_rows_behind_the_tokens_are_zeros(launch: Any, scratch: int | None) -> None:
+    """And the others have the bits that they have alone; torch takes what has no launch here."""
+    layout = layout_of("auto", 16)
+    rows, counts = draw_rows(3, 40, [40, 0, 17])
+    pool, q = poisoned(layout, rows).to(DEVICE), torch.randn(3, 4, 80).to(DEVICE, DTYPE)
+    function = torch_impl.sparse_mla if launch is None else partial(triton_impl.sparse_mla, launch=launch)
+    given = partial(function, q, pool, rows.to(DEVICE), counts=counts.to(DEVICE), scale=SCALE, layout=layout)
+    out, lse = given(out_rows=7, scratch_bytes=scratch)
+    want, want_lse = given(scratch_bytes=scratch)
+    assert out.shape == (7, 4, 64)
+    assert torch.equal(out[:3], want)
+    assert torch.equal(out[3:], torch.zeros_like(out[3:]))
+    assert lse is not None
+    assert want_lse is not None
+    assert torch.equal(lse, want_lse)
 
 
 @pytest.mark.parametrize("splits", [1, 2])
