@@ -36,7 +36,17 @@ from sidestream.ops.moe import triton_grouped
 from sidestream.ops.moe.triton_tiles import MANY_ROWS, ROLES, ExpertTiles, Roles, expert_tiles
 
 EXPERTS = 64
-TRIED = (ROLES, Roles(lead=1), Roles(lead=2, asks=True), Roles(lead=1, asks=True))
+TRIED = (
+    ROLES,
+    Roles(lead=1),
+    Roles(lead=2, asks=True),
+    Roles(lead=1, asks=True),
+    Roles(lead=0, early=True),
+    Roles(lead=1, early=True),
+    Roles(lead=2, early=True),
+    Roles(lead=0, early=True, asks=True),
+    Roles(lead=1, early=True, asks=True),
+)
 
 
 def variants(tokens: int) -> dict[str, ExpertTiles]:

@@ -99,6 +99,7 @@ def partial_sums(
             limited=swiglu_limit is not None,
             lead=roles.lead,
             asks=roles.asks,
+            early=roles.early,
             num_warps=4,
         )
     return partial
@@ -141,7 +142,7 @@ def _multiply(target, memory, barriers, plan, kinds, limit, mine):
     full, empty, ahead = barriers
     order, _, tokens, routed_blocks, shared_blocks, _, blocks = plan
     parts, depth, stages, gated, top_k = kinds
-    group, limited, lead = mine
+    group, limited, lead, early = mine
     products: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     by_row: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     stage = 0
@@ -178,15 +179,20 @@ def _multiply(target, memory, barriers, plan, kinds, limit, mine):
                     row = rows.index(stage * 2 + group)
                     column = columns.index(stage).permute((1, 0))
                     total = warpgroup_mma(row, column, total, is_async=True)
-                    total = warpgroup_mma_wait(1, [total])
-                    mbarrier.arrive(empty.index(last), count=1, pred=step > 0)
+                    if early:
+                        total = warpgroup_mma_wait(0, [total])
+                        mbarrier.arrive(empty.index(stage), count=1)
+                    else:
+                        total = warpgroup_mma_wait(1, [total])
+                        mbarrier.arrive(empty.index(last), count=1, pred=step > 0)
                     if lead > 0 and group == 0:
                         mbarrier.arrive(ahead, count=1, pred=step == first_step)
                     last = stage
                     stage = (stage + 1) % stages
                     turn = turn ^ (stage == 0).to(gl.int32)
                 total = warpgroup_mma_wait(0, [total])
-                mbarrier.arrive(empty.index(last), count=1)
+                if not early:
+                    mbarrier.arrive(empty.index(last), count=1)
                 first_step = -1  # the others follow from now on
                 if gated:
                     gate, up = _halves(total)
@@ -243,6 +249,7 @@ def products(
     limited: gl.constexpr,
     lead: gl.constexpr,
     asks: gl.constexpr,
+    early: gl.constexpr,
 ):
     """Rows times their experts' ``weights`` [experts * rows, depth], ``parts`` tiles of 256 weight rows an expert.
 
@@ -269,8 +276,8 @@ def products(
     plan = (order, block_expert, tokens, routed_blocks, shared_blocks, num_experts, blocks)
     kinds: gl.constexpr = (parts, depth, stages, gated, top_k)
     barriers = (full, empty, ahead)
-    mine_0: gl.constexpr = (0, limited, lead)
-    mine_1: gl.constexpr = (1, limited, lead)
+    mine_0: gl.constexpr = (0, limited, lead, early)
+    mine_1: gl.constexpr = (1, limited, lead, early)
     how: gl.constexpr = (asks,)
     sources = (source, memory, row_stride, weights, weight_memory)
     gl.warp_specialize(

@@ -37,10 +37,12 @@ class Tiles:
 class Roles:
     """Both products by warps with roles (``triton_expert_roles``), in blocks of 128 rows. ``lead``: depths of 64 that
     the first group is ahead of the second, so that they do what follows a product, where tensor cores stand still, in
-    turn. ``asks``: the L2 cache is asked a tile ahead for what the next one reads."""
+    turn. ``asks``: the L2 cache is asked a tile ahead for what the next one reads. ``early``: a group hands a depth
+    back as soon as it is multiplied, before it begins with the next, which leaves one more to be fetched ahead."""
 
     lead: int = 2
     asks: bool = False
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)

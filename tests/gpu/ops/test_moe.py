@@ -169,7 +169,9 @@ def test_every_way_of_launching(
             assert_near_fp32(got, x, w13, w2, named)
 
 
-@pytest.mark.parametrize("roles", [ROLES, Roles(lead=0), Roles(lead=1, asks=True), Roles(lead=2, asks=True)])
+@pytest.mark.parametrize(
+    "roles", [ROLES, Roles(lead=0, early=True), Roles(lead=1, early=True, asks=True), Roles(lead=2, asks=True)]
+)
 @pytest.mark.parametrize("tokens", [65, 700, 1500])
 def test_products_by_warps_with_roles(w13: torch.Tensor, w2: torch.Tensor, tokens: int, roles: Roles) -> None:
     """Rows with gaps between them, padding rows, an expert of many blocks, one that nobody chose; twice in a graph."""

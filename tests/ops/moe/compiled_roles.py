@@ -25,7 +25,7 @@ def main() -> None:
         x = made(2048, 4104)[:, :4096]  # rows are not a multiple of 16 elements apart
         w13, w2 = made(9, 4096, 4096), made(9, 4096, 2048)
         chosen = {"weights": made(2048, 8, dtype=torch.float32), "ids": made(2048, 8, dtype=torch.int64)}
-        for roles in (ROLES, Roles(lead=0), Roles(asks=True)):
+        for roles in (ROLES, Roles(lead=0, early=True), Roles(lead=1, asks=True, early=True)):
             tiles = MANY_ROWS.with_roles(roles)
             triton_grouped.experts(x, w13, w2, **chosen, num_shared=1, swiglu_limit=10.0, tiles=tiles)
     begin()
