@@ -46,7 +46,7 @@ PROMPT, PROMPT_BAR_MS = 8192, 2.5
 """Tokens, and what the token mixing of one layer may take for them."""
 KEPT = (*(128 << power for power in range(6)), PROMPT - 64)
 """Places of a prompt whose states the prefix cache keeps: guesses, and its last full block."""
-CALLS, REPLAYS, BUDGET_S = 20, 25, float(os.environ.get("BENCH_SECONDS", "50"))
+CALLS, REPLAYS, BUDGET_S = 20, 15, float(os.environ.get("BENCH_SECONDS", "50"))
 L2_BYTES = 100e6
 WORST = 0.02
 """Relative error in norm: bf16 results against fp32 ones."""
