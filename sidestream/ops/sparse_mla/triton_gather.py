@@ -33,8 +33,30 @@ _UNPACK = gl.constexpr(
 )
 """Four E4M3 values of one word, times one scale, as two pairs of bf16."""
 
+_UNPACK_PAIRS = gl.constexpr(
+    """{
+    .reg .b16 a, b, c, d;
+    .reg .b32 x, y;
+    .reg .f32 e, f, g, h;
+    mov.b32 {a, b}, $2;
+    cvt.rn.f16x2.e4m3x2 x, a;
+    cvt.rn.f16x2.e4m3x2 y, b;
+    mov.b32 {a, b}, x;
+    mov.b32 {c, d}, y;
+    cvt.f32.f16 e, a;
+    cvt.f32.f16 f, b;
+    cvt.f32.f16 g, c;
+    cvt.f32.f16 h, d;
+    cvt.rn.bf16x2.f32 x, f, e;
+    cvt.rn.bf16x2.f32 y, h, g;
+    mul.rn.bf16x2 $0, x, $3;
+    mul.rn.bf16x2 $1, y, $3;
+    }"""
+)
+"""The same with a power of two, twice in bf16, as scale: E4M3 fits in bf16, so there is one rounding here, too."""
+
 # Eight neighbouring lanes hold 64 columns of two rows: stores to swizzled shared memory meet no bank twice.
-_SHORT_TILES = gl.constexpr(
+SHORT_TILES = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 2], [0, 8, 0], [2, 0, 0]],
         [[0, 0, 4], [0, 1, 0], [1, 0, 0], [0, 2, 0], [0, 4, 0]],
@@ -43,7 +65,7 @@ _SHORT_TILES = gl.constexpr(
         [16, 16, 8],
     )
 )
-_LONG_TILES = gl.constexpr(
+LONG_TILES = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 2], [0, 2, 0], [2, 0, 0]],
         [[0, 0, 4], [0, 0, 8], [1, 0, 0], [0, 0, 16], [0, 1, 0]],
@@ -56,7 +78,7 @@ _LONG_TILES = gl.constexpr(
 
 
 @gluon.jit
-def _pool_rows(own_rows, position, end, block_size, paged: gl.constexpr):
+def pool_rows(own_rows, position, end, block_size, paged: gl.constexpr):
     """Pool rows int32 of places, 0 from ``end`` on: a pool has fewer than 2**31 rows, and registers are scarce."""
     seen = position < end
     if paged:
@@ -67,7 +89,7 @@ def _pool_rows(own_rows, position, end, block_size, paged: gl.constexpr):
 
 
 @gluon.jit
-def _copy_rows(target, pool, row, seen, column, elems: gl.constexpr):
+def copy_rows(target, pool, row, seen, column, elems: gl.constexpr):
     """Start copying columns of pool rows to shared memory; rows not ``seen`` become zeros without being read."""
     source = pool + row.to(gl.int64)[:, None] * elems + column[None, :]
     async_copy.async_copy_global_to_shared(target, source, mask=seen[:, None])
@@ -77,28 +99,28 @@ def _copy_rows(target, pool, row, seen, column, elems: gl.constexpr):
 def gather_plain(pool, memory, barriers, span, kinds):
     """Copy tiles of 64 bf16 rows; each of the 128 threads arrives at ``full`` when its own copies have."""
     values, _, ropes, own_rows, block_size = pool
-    keys, rope_keys, _ = memory
+    keys, rope_keys, _, _ = memory
     full, empty = barriers
     begin, end = span
-    latent, rope, row_elems, rope_elems, _, _, paged, _ = kinds
+    latent, rope, row_elems, rope_elems, _, _, paged, _, _ = kinds
     by_row: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     by_short_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     place = gl.arange(0, 64, layout=gl.SliceLayout(1, by_row))
     column = gl.arange(0, latent, layout=gl.SliceLayout(0, by_row))
-    row = _pool_rows(own_rows, begin + place, end, block_size, paged)
+    row = pool_rows(own_rows, begin + place, end, block_size, paged)
     if rope > 0:
         short_place = gl.arange(0, 64, layout=gl.SliceLayout(1, by_short_row))
         rope_column = rope_elems - rope + gl.arange(0, rope, layout=gl.SliceLayout(0, by_short_row))
-        short_row = _pool_rows(own_rows, begin + short_place, end, block_size, paged)
+        short_row = pool_rows(own_rows, begin + short_place, end, block_size, paged)
     for start in range(begin, end, 64):
         done = (start - begin) // 64
         buffer = done % 2
         mbarrier.wait(empty.index(buffer), ((done // 2) & 1) ^ 1)
-        _copy_rows(keys.index(buffer), values, row, start + place < end, column, row_elems)
-        row = _pool_rows(own_rows, start + 64 + place, end, block_size, paged)
+        copy_rows(keys.index(buffer), values, row, start + place < end, column, row_elems)
+        row = pool_rows(own_rows, start + 64 + place, end, block_size, paged)
         if rope > 0:
-            _copy_rows(rope_keys.index(buffer), ropes, short_row, start + short_place < end, rope_column, rope_elems)
-            short_row = _pool_rows(own_rows, start + 64 + short_place, end, block_size, paged)
+            copy_rows(rope_keys.index(buffer), ropes, short_row, start + short_place < end, rope_column, rope_elems)
+            short_row = pool_rows(own_rows, start + 64 + short_place, end, block_size, paged)
         async_copy.mbarrier_arrive(full.index(buffer), increment_count=False)
 
 
@@ -107,10 +129,10 @@ def gather_plain_halves(pool, memory, barriers, span, kinds):
     """``gather_plain`` for tiles of 32 rows. Row numbers of two tiles are read at a time and lie in shared memory, so
     that the first four tiles are on their way after one trip."""
     values, _, ropes, own_rows, block_size = pool
-    keys, rope_keys, near = memory
+    keys, rope_keys, near, _ = memory
     full, empty = barriers
     begin, end = span
-    latent, rope, row_elems, rope_elems, _, _, paged, _ = kinds
+    latent, rope, row_elems, rope_elems, _, _, paged, _, _ = kinds
     by_row: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     by_short_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     of_row: gl.constexpr = gl.SliceLayout(1, by_row)
@@ -118,9 +140,9 @@ def gather_plain_halves(pool, memory, barriers, span, kinds):
     place = gl.arange(0, 32, layout=of_row)
     column = gl.arange(0, latent, layout=gl.SliceLayout(0, by_row))
     line = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    near.index(0).store(_pool_rows(own_rows, begin + line, end, block_size, paged))
-    near.index(1).store(_pool_rows(own_rows, begin + 64 + line, end, block_size, paged))
-    row = _pool_rows(own_rows, begin + 128 + line, end, block_size, paged)
+    near.index(0).store(pool_rows(own_rows, begin + line, end, block_size, paged))
+    near.index(1).store(pool_rows(own_rows, begin + 64 + line, end, block_size, paged))
+    row = pool_rows(own_rows, begin + 128 + line, end, block_size, paged)
     if rope > 0:
         short_place = gl.arange(0, 32, layout=of_short_row)
         rope_column = rope_elems - rope + gl.arange(0, rope, layout=gl.SliceLayout(0, by_short_row))
@@ -137,18 +159,18 @@ def gather_plain_halves(pool, memory, barriers, span, kinds):
         gl.thread_barrier()
         here.store(row)
         mbarrier.wait(empty.index(first), phase)
-        _copy_rows(keys.index(first), values, row_a, start + place < end, column, row_elems)
+        copy_rows(keys.index(first), values, row_a, start + place < end, column, row_elems)
         if rope > 0:
             seen = start + short_place < end
-            _copy_rows(rope_keys.index(first), ropes, short_a, seen, rope_column, rope_elems)
+            copy_rows(rope_keys.index(first), ropes, short_a, seen, rope_column, rope_elems)
         async_copy.mbarrier_arrive(full.index(first), increment_count=False)
-        row = _pool_rows(own_rows, start + 192 + line, end, block_size, paged)
+        row = pool_rows(own_rows, start + 192 + line, end, block_size, paged)
         if start + 32 < end:
             mbarrier.wait(empty.index(first + 1), phase)
-            _copy_rows(keys.index(first + 1), values, row_b, start + 32 + place < end, column, row_elems)
+            copy_rows(keys.index(first + 1), values, row_b, start + 32 + place < end, column, row_elems)
             if rope > 0:
                 seen = start + 32 + short_place < end
-                _copy_rows(rope_keys.index(first + 1), ropes, short_b, seen, rope_column, rope_elems)
+                copy_rows(rope_keys.index(first + 1), ropes, short_b, seen, rope_column, rope_elems)
             async_copy.mbarrier_arrive(full.index(first + 1), increment_count=False)
 
 
@@ -165,14 +187,31 @@ def _load_rows(words, scales, row, seen, columns, sizes, by_word: gl.constexpr):
 
 
 @gluon.jit
-def _unpack(raw, scale, mx: gl.constexpr):
-    """int32 [16, 256], pairs of bf16, of words of four E4M3 values and their scales (bytes or fp32)."""
+def factors(scale, mx: gl.constexpr):
+    """What multiplies values: scales fp32 as they are, those of ``mxfp8`` (bytes) twice in bf16, as int32."""
     if mx:
         bits = scale.to(gl.int32)
-        scale = gl.where(bits == 255, 0x7FC00000, bits << 23).to(gl.float32, bitcast=True)
-    wide, _ = gl.broadcast(scale[:, :, None], raw)
+        return gl.where(bits == 255, 0x7FC07FC0, bits * 0x00800080)
+    else:
+        return scale
+
+
+@gluon.jit
+def unpack(raw, scale, mx: gl.constexpr, unpacking: gl.constexpr):
+    """int32 [16, 256], pairs of bf16, of words of four E4M3 values and their scales: bytes or fp32, ``factors`` where
+    those were staged."""
+    pairs: gl.constexpr = mx and unpacking > 0
+    if pairs:
+        factor = scale if unpacking == 2 else factors(scale, mx)
+    elif mx:
+        bits = scale.to(gl.int32)
+        factor = gl.where(bits == 255, 0x7FC00000, bits << 23).to(gl.float32, bitcast=True)
+    else:
+        factor = scale
+    wide, _ = gl.broadcast(factor[:, :, None], raw)
     kinds: gl.constexpr = (gl.int32, gl.int32)
-    low, high = gl.inline_asm_elementwise(_UNPACK, "=r,=r,r,r", [raw, wide], kinds, is_pure=True, pack=1)
+    text: gl.constexpr = _UNPACK_PAIRS if pairs else _UNPACK
+    low, high = gl.inline_asm_elementwise(text, "=r,=r,r,r", [raw, wide], kinds, is_pure=True, pack=1)
     return gl.reshape(gl.join(low, high), [16, 256])
 
 
@@ -181,12 +220,12 @@ def gather_quantised(pool, memory, barriers, span, kinds):
     """Unpack tiles of E4M3 rows to bf16. A whole tile is on its way in registers while the one before is unpacked; the
     barriers between quarters keep the compiler from having more there."""
     words, scales, ropes, own_rows, block_size = pool
-    keys, rope_keys, near = memory
+    keys, rope_keys, near, _ = memory
     full, empty = barriers
     begin, end = span
-    latent, rope, row_elems, rope_elems, tile, mx, paged, block_n = kinds
+    latent, rope, row_elems, rope_elems, tile, mx, paged, block_n, unpacking = kinds
     halves: gl.constexpr = block_n == 32
-    by_word: gl.constexpr = _SHORT_TILES if tile == 32 else _LONG_TILES
+    by_word: gl.constexpr = SHORT_TILES if tile == 32 else LONG_TILES
     pairs: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     by_short_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     by_scale: gl.constexpr = gl.SliceLayout(2, by_word)
@@ -203,9 +242,9 @@ def gather_quantised(pool, memory, barriers, span, kinds):
     columns = ((tile_of[:, None] + word_of[None, :])[None, :, :], scale_column)
     # Row numbers pass through shared memory, since the values take the registers.
     line = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    near.index(0).store(_pool_rows(own_rows, begin + line, end, block_size, paged))
-    near.index(1).store(_pool_rows(own_rows, begin + 64 + line, end, block_size, paged))
-    row = _pool_rows(own_rows, begin + 128 + line, end, block_size, paged)
+    near.index(0).store(pool_rows(own_rows, begin + line, end, block_size, paged))
+    near.index(1).store(pool_rows(own_rows, begin + 64 + line, end, block_size, paged))
+    row = pool_rows(own_rows, begin + 128 + line, end, block_size, paged)
     if rope > 0:
         short_place = gl.arange(0, block_n, layout=gl.SliceLayout(1, by_short_row))
         rope_column = rope_elems - rope + gl.arange(0, rope, layout=gl.SliceLayout(0, by_short_row))
@@ -232,7 +271,7 @@ def gather_quantised(pool, memory, barriers, span, kinds):
         if rope > 0:
             near_rope = near.index(turn).slice(0, block_n)
             short_row = near_rope.load(gl.SliceLayout(1, by_short_row))
-            _copy_rows(rope_keys.index(first), ropes, short_row, start + short_place < end, rope_column, rope_elems)
+            copy_rows(rope_keys.index(first), ropes, short_row, start + short_place < end, rope_column, rope_elems)
             if halves:
                 async_copy.mbarrier_arrive(full.index(first), increment_count=False)
                 short_row = near.index(turn).slice(32, 32).load(gl.SliceLayout(1, by_short_row))
@@ -240,12 +279,12 @@ def gather_quantised(pool, memory, barriers, span, kinds):
                 async_copy.commit_group()
         at += 64
         here = near.index(1 - turn)
-        key.slice(0, 16).store(_unpack(raw_a, scale_a, mx))
+        key.slice(0, 16).store(unpack(raw_a, scale_a, mx, unpacking))
         gl.thread_barrier()
         near.index(turn).store(row)
-        row = _pool_rows(own_rows, start + 192 + line, end, block_size, paged)
+        row = pool_rows(own_rows, start + 192 + line, end, block_size, paged)
         raw_a, scale_a = _load_rows(words, scales, here.slice(0, 16).load(by_place), at < end, columns, sizes, by_word)
-        key.slice(16, 16).store(_unpack(raw_b, scale_b, mx))
+        key.slice(16, 16).store(unpack(raw_b, scale_b, mx, unpacking))
         if halves:
             fence_async_shared()
         gl.thread_barrier()
@@ -258,22 +297,22 @@ def gather_quantised(pool, memory, barriers, span, kinds):
                 mbarrier.wait(empty.index(first + 1), phase)
                 if rope > 0:
                     seen = start + 32 + short_place < end
-                    _copy_rows(rope_keys.index(first + 1), ropes, short_row, seen, rope_column, rope_elems)
+                    copy_rows(rope_keys.index(first + 1), ropes, short_row, seen, rope_column, rope_elems)
                     async_copy.mbarrier_arrive(full.index(first + 1), increment_count=False)
                 next_key = keys.index(first + 1)._reinterpret(gl.int32, [block_n, latent // 2], pairs)
-                next_key.slice(0, 16).store(_unpack(raw_c, scale_c, mx))
-                next_key.slice(16, 16).store(_unpack(raw_d, scale_d, mx))
+                next_key.slice(0, 16).store(unpack(raw_c, scale_c, mx, unpacking))
+                next_key.slice(16, 16).store(unpack(raw_d, scale_d, mx, unpacking))
                 fence_async_shared()
                 gl.thread_barrier()
                 mbarrier.arrive(full.index(first + 1), count=1)
         else:
-            key.slice(32, 16).store(_unpack(raw_c, scale_c, mx))
+            key.slice(32, 16).store(unpack(raw_c, scale_c, mx, unpacking))
             gl.thread_barrier()
         raw_c, scale_c = _load_rows(
             words, scales, here.slice(32, 16).load(by_place), at + 32 < end, columns, sizes, by_word
         )
         if not halves:
-            key.slice(48, 16).store(_unpack(raw_d, scale_d, mx))
+            key.slice(48, 16).store(unpack(raw_d, scale_d, mx, unpacking))
             gl.thread_barrier()
         raw_d, scale_d = _load_rows(
             words, scales, here.slice(48, 16).load(by_place), at + 48 < end, columns, sizes, by_word
@@ -284,15 +323,3 @@ def gather_quantised(pool, memory, barriers, span, kinds):
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(full.index(first), count=1)
-
-
-@gluon.jit
-def gather(pool, memory, barriers, span, kinds):
-    """Fill the buffers ``keys`` (and ``rope_keys``) in turn with tiles of 64 rows of ``span``, zeros behind its end."""
-    tile: gl.constexpr = kinds[4]
-    if tile > 0:
-        gather_quantised(pool, memory, barriers, span, kinds)
-    elif kinds[7] == 32:
-        gather_plain_halves(pool, memory, barriers, span, kinds)
-    else:
-        gather_plain(pool, memory, barriers, span, kinds)

@@ -48,6 +48,8 @@ class Launch:
         pdl: the merge starts while the last runs end or, ``early``, once all have begun, to wait where there is room.
         roles: take ``triton_roles`` for blocks of 64 heads and tiles of 64 or 32 rows; ``stages``, ``warps`` and
             ``parted`` have no meaning then.
+        unpacking: with roles, quantised rows: 0, by products in fp32; 1, values of ``mxfp8`` times scales in pairs; 2,
+            so, and scales pass through shared memory, those of ``fp8_ds_mla``, too.
         in_threads: runs are merged by ``triton_merge``, which exchanges nothing between threads.
     """
 
@@ -61,6 +63,7 @@ class Launch:
     roles: bool = False
     in_threads: bool = False
     early: bool = False
+    unpacking: int = 0
 
 
 @lru_cache(maxsize=4096)
@@ -203,7 +206,7 @@ def run(
         from sidestream.ops.sparse_mla import triton_roles  # for Hopper alone
 
         words = (q, pool.view(torch.int32) if layout.tile else pool, *arguments[2:])
-        kinds |= {"causal": causal, "block_n": launch.block_n}
+        kinds |= {"causal": causal, "block_n": launch.block_n, "unpacking": launch.unpacking if layout.tile else 0}
         triton_roles.attend_roles[grid](*words, *numbers, *chunk, **kinds, num_warps=triton_roles.WARPS)
     else:
         attend[grid](

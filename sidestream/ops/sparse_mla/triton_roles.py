@@ -24,7 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from sidestream.ops.sparse_mla.triton_gather import gather
+from sidestream.ops.sparse_mla.triton_gather import gather_plain, gather_plain_halves, gather_quantised
+from sidestream.ops.sparse_mla.triton_gather_staged import gather_staged
 
 WARPS = 8
 
@@ -169,6 +170,20 @@ def _weigh(memory, barriers, span, block, target, source, kinds):
     gl.store(lines, scratch.load(by_row), mask=(member < known)[:, None])
 
 
+@gluon.jit
+def _gather(pool, memory, barriers, span, kinds):
+    """Fill the buffers ``keys`` (and ``rope_keys``) in turn with tiles of 64 rows of ``span``, zeros behind its end."""
+    tile: gl.constexpr = kinds[4]
+    if tile > 0 and kinds[8] == 2:
+        gather_staged(pool, memory, barriers, span, kinds)
+    elif tile > 0:
+        gather_quantised(pool, memory, barriers, span, kinds)
+    elif kinds[7] == 32:
+        gather_plain_halves(pool, memory, barriers, span, kinds)
+    else:
+        gather_plain(pool, memory, barriers, span, kinds)
+
+
 @gluon.jit(
     do_not_specialize=["rows_stride", "heads", "head_blocks", "block_size", "splits", "chunk", "chunk_start"],
     do_not_specialize_on_alignment=["rows", "lengths", "lse"],
@@ -202,6 +217,7 @@ def attend_roles(
     paged: gl.constexpr,
     causal: gl.constexpr,
     block_n: gl.constexpr,
+    unpacking: gl.constexpr,
     pdl: gl.constexpr,
     early: gl.constexpr,
 ):
@@ -253,6 +269,11 @@ def attend_roles(
         weights = gl.allocate_shared_memory(gl.bfloat16, [64, block_n], shared_weights)
         factors = gl.allocate_shared_memory(gl.float32, [64], in_line)
         near = gl.allocate_shared_memory(gl.int32, [2, 64], in_line)
+        if unpacking == 2:
+            by_tile: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+            staged = gl.allocate_shared_memory(gl.int32 if mx else gl.float32, [64, latent // tile], by_tile)
+        else:
+            staged = near
         if rope > 0:
             query_rope = gl.allocate_shared_memory(gl.bfloat16, [64, rope], shared_short)
             rope_keys = gl.allocate_shared_memory(gl.bfloat16, [buffers, block_n, rope], shared_short)
@@ -268,7 +289,8 @@ def attend_roles(
         mbarrier.init(weighed, count=1)
         mbarrier.init(taken, count=1)
         # Plain rows come by asynchronous copies, for which each of 128 threads arrives.
-        copied: gl.constexpr = (1 if tile > 0 else 128) if block_n == 64 or tile == 0 or rope == 0 else 129
+        beside: gl.constexpr = tile > 0 and rope > 0 and (block_n == 32 or unpacking == 2)
+        copied: gl.constexpr = 129 if beside else 1 if tile > 0 else 128
         for i in gl.static_range(buffers):
             mbarrier.init(full.index(i), count=copied)
             mbarrier.init(empty.index(i), count=1)
@@ -277,7 +299,7 @@ def attend_roles(
         block = (first, known, heads, splits, chunk_start)
         weigh_kinds: gl.constexpr = (latent, rope, block_n)
         score_kinds: gl.constexpr = (rope, causal, block_n)
-        gather_kinds: gl.constexpr = (latent, rope, row_elems, rope_elems, tile, mx, paged, block_n)
+        gather_kinds: gl.constexpr = (latent, rope, row_elems, rope_elems, tile, mx, paged, block_n, unpacking)
         registers: gl.constexpr = _QUANTISED_REGISTERS if tile > 0 else _PLAIN_REGISTERS
         gl.warp_specialize(
             [
@@ -305,10 +327,10 @@ def attend_roles(
                     ),
                 ),
                 (
-                    gather,
+                    _gather,
                     (
                         (values, scales, ropes, rows + token * rows_stride, block_size),
-                        (keys, rope_keys, near),
+                        (keys, rope_keys, near, staged),
                         (full, empty),
                         span,
                         gather_kinds,

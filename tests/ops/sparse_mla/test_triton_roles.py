@@ -25,6 +25,7 @@ from tests.ops.sparse_mla.test_sparse_mla import draw_rows, poisoned
 from tests.tolerances import BF16_STEPS
 
 triton_gather = pytest.importorskip("sidestream.ops.sparse_mla.triton_gather")
+triton_gather_staged = pytest.importorskip("sidestream.ops.sparse_mla.triton_gather_staged")
 triton_roles = pytest.importorskip("sidestream.ops.sparse_mla.triton_roles")
 
 SCALE, LATENT = 0.08, 512
@@ -214,10 +215,15 @@ class Machine:
 
 
 def unpacked(_asm: str, _constraints: str, given: list[torch.Tensor], *_: Any, **__: Any) -> Any:
-    """What the assembler text says: four E4M3 values of a word, scaled, as two words of two bf16."""
+    """What the assembler text says: four E4M3 values of a word, scaled, as two words of two bf16. A scale is fp32 or,
+    an integer, two bf16."""
     words, scale = torch.broadcast_tensors(*given)
     values = words.contiguous().view(torch.uint8).view(*words.shape, 4).view(torch.float8_e4m3fn).float()
-    pairs = (values * scale[..., None]).bfloat16().view(torch.int32)
+    if scale.dtype is torch.int32:
+        scales = scale.contiguous().view(torch.bfloat16).view(*scale.shape, 2).repeat(*(1,) * scale.dim(), 2)
+        pairs = (values.bfloat16() * scales).view(torch.int32)
+    else:
+        pairs = (values * scale[..., None]).bfloat16().view(torch.int32)
     return pairs[..., 0], pairs[..., 1]
 
 
@@ -282,10 +288,11 @@ def language(machine: Machine) -> dict[str, Any]:
         "_PLAIN_REGISTERS": (0, 0),
         "_QUANTISED_REGISTERS": (0, 0),
         "_UNPACK": "",
-        "_SHORT_TILES": None,
-        "_LONG_TILES": None,
+        "_UNPACK_PAIRS": "",
+        "SHORT_TILES": None,
+        "LONG_TILES": None,
     }
-    for name, function in {**vars(triton_gather), **vars(triton_roles)}.items():
+    for name, function in {**vars(triton_gather), **vars(triton_gather_staged), **vars(triton_roles)}.items():
         if hasattr(function, "fn") and hasattr(function.fn, "__code__"):
             names[name] = types.FunctionType(function.fn.__code__, names, name)
     return names
@@ -300,6 +307,7 @@ def run(
     *,
     splits: int,
     block_n: int = 64,
+    unpacking: int = 0,
     block_size: int = 0,
     chunk_start: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -330,6 +338,7 @@ def run(
                     block_size > 0,
                     causal,
                     block_n,
+                    unpacking,
                     True,
                     False,
                 ),
@@ -360,6 +369,36 @@ def test_equals_the_reference(name: str, p: int, splits: int, block_n: int) -> N
     assert (out[:, some] - want).norm(dim=2).le(BF16_STEPS * want.norm(dim=2)).all()
     assert torch.equal(lse[1].isinf(), torch.ones(70, dtype=torch.bool))
     assert (lse[:, some] - want_lse)[counts > 0].abs().max() <= BF16_STEPS
+
+
+@pytest.mark.parametrize(("name", "p"), LAYOUTS[2:])
+@pytest.mark.parametrize("block_n", [64, 32])
+def test_every_way_to_unpack_gives_the_same_bits(name: str, p: int, block_n: int) -> None:
+    layout = kv_row_layout(name, latent_dim=LATENT, rope_dim=p, model_dtype=torch.bfloat16)
+    rows, counts = draw_rows(3, 200, [200, 97, 130])
+    pool, q = poisoned(layout, rows), torch.randn(3, 3, LATENT + p).bfloat16()
+    used = rows[0, :200]
+    if name == "mxfp8":
+        pool[used, LATENT:] = torch.arange(200 * 16).view(200, 16).remainder(200).byte()
+    else:
+        scales = 1.37 * 2.0 ** torch.arange(-400, 400).div(8)
+        pool.view(torch.float32)[used, LATENT // 4 : LATENT // 4 + 4] = scales.view(200, 4)
+    want = run(q, pool, rows, counts, layout, splits=2, block_n=block_n)
+    assert want[0][0].isfinite().all()
+    for unpacking in (1, 2):
+        got = run(q, pool, rows, counts, layout, splits=2, block_n=block_n, unpacking=unpacking)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_products_in_pairs_equal_those_in_fp32() -> None:
+    """Every byte times every scale: subnormal numbers, what overflows and NaN included."""
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    unpack = language(Machine(0))["unpack"]
+    for first in range(0, 256, 32):
+        words = torch.arange(first, first + 32, dtype=torch.uint8).view(torch.int32).expand(16, 16, 8)
+        want, got = (unpack(words, codes, True, way).view(torch.bfloat16) for way in (0, 1))
+        assert torch.equal(want.isnan(), got.isnan())
+        assert torch.equal(want.nan_to_num(), got.nan_to_num())
 
 
 @pytest.mark.parametrize("block_n", [64, 32])
