@@ -86,7 +86,7 @@ def test_an_ordered_step_equals_the_formula(rows: int, more: dict[str, Any]) -> 
         assert torch.equal(owned(ring, length=length), owned(case["conv_state"], length=length))
 
 
-@pytest.mark.parametrize("rows", [1, 4, 64, 100])
+@pytest.mark.parametrize("rows", [1, 4, 64, 65])
 def test_decode_step_gives_the_same_bits_every_time(rows: int) -> None:
     case = to_gpu(decode_step_case(rows, HEADS, DIM, padding=rows // 4, dtype=torch.bfloat16))
     outputs, states = [], []
@@ -106,14 +106,14 @@ def test_decode_step_of_a_row_does_not_depend_on_its_neighbours() -> None:
     assert torch.equal(step(other)[13], step(case)[13])
 
 
-@pytest.mark.parametrize("batches", [(5, 8), (9, 16, 64), (65, 100, 128)], ids=["plain", "ordered", "many"])
+@pytest.mark.parametrize("batches", [(5, 8), (9, 16, 64), (65, 80, 96)], ids=["plain", "ordered", "many"])
 def test_decode_step_of_a_row_depends_on_the_size_of_the_batch_only_in_the_choice_of_kernel(
     batches: tuple[int, ...],
 ) -> None:
     """The same bits among few rows, among more, and among many."""
     kinds = {(rows in triton_decode.PLAIN_ROWS, rows > triton_decode.NARROW_ROWS) for rows in batches}
     assert len(kinds) == 1
-    case = to_gpu(decode_step_case(128, HEADS, DIM, padding=0, dtype=torch.bfloat16))
+    case = to_gpu(decode_step_case(max(batches), HEADS, DIM, padding=0, dtype=torch.bfloat16))
     outputs = []
     for rows in batches:
         mine = map_tensors(case, torch.clone)
