@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -116,13 +117,15 @@ def run(layers: list[Layer], x: torch.Tensor, seen: list[torch.Tensor] | None = 
 
 
 @contextmanager
-def library_linears() -> Iterator[None]:
-    kept = linear_operator.launch_for
-    linear_operator.launch_for = lambda *sizes: None
-    try:
+def unstreamed() -> Iterator[None]:
+    with patch.object(linear_operator, "stream_for", lambda *sizes: None):
         yield
-    finally:
-        linear_operator.launch_for = kept
+
+
+@contextmanager
+def library_linears() -> Iterator[None]:
+    with unstreamed(), patch.object(linear_operator, "launch_for", lambda *sizes: None):
+        yield
 
 
 def bench(report: Report, layers: list[Layer], rows: int) -> None:
@@ -142,6 +145,8 @@ def bench(report: Report, layers: list[Layer], rows: int) -> None:
     report.add(whole, "as it is", lambda _: run(layers, x), not_finite)
     with library_linears():
         report.add(whole, "linears by the library", lambda _: run(layers, x), not_finite)
+    with unstreamed():
+        report.add(whole, "no linear streamed", lambda _: run(layers, x), not_finite)
 
 
 def compile_one(rows: int) -> None:

@@ -21,8 +21,8 @@ import torch
 
 from benchmarks.kernels.bench_moe import BYTES_PER_US, Report, Shape, draw, error_of
 from benchmarks.kernels.results import keep, out_file
-from sidestream.ops.linear import reference, torch_impl, triton_linear
-from sidestream.ops.linear.launches import Launch, launch_for
+from sidestream.ops.linear import reference, torch_impl, triton_linear, triton_stream
+from sidestream.ops.linear.launches import Launch, Stream, launch_for, stream_for
 
 SHAPES = {
     "KDA in": (24896, 4096),
@@ -57,6 +57,16 @@ def launches(rows: int) -> list[Launch]:
     return made + [replace(launch, early=False) for launch in made[:2]]
 
 
+def streams(rows: int, N: int, K: int, *, sweep: bool) -> list[Stream]:
+    """The one in use; in a sweep all that give 64 to 132 multiprocessors a program."""
+    table = stream_for(rows, N, K)
+    if not sweep or rows == 1:
+        return [] if table is None else [table]
+    height, steps = max(16, 1 << (rows - 1).bit_length()), K // 64
+    cuts = [(n, splits) for n in range(1, 5) for splits in range(1, 9) if steps % splits == 0]
+    return [Stream(height, n, steps // s, s) for n, s in cuts if 64 <= -(-N // (64 * n)) * s <= 132]
+
+
 def bench(report: Report, name: str, rows: int, *, sweep: bool) -> None:
     N, K = SHAPES[name]
     sets = max(2, int(ROTATED_BYTES // (2 * N * K)) + 1)
@@ -71,8 +81,14 @@ def bench(report: Report, name: str, rows: int, *, sweep: bool) -> None:
 
     measure("torch", torch_impl.linear)
     table = launch_for(rows, N, K)
-    if table is not None:
+    if isinstance(table, Launch):
         measure("table", partial(triton_linear.linear, launch=table))
+    for stream in streams(rows, N, K, sweep=sweep):
+        label = f"stream: {stream.groups} groups, {stream.stages} stages, {stream.splits} splits"
+        measure(
+            label + (" (table)" if stream == stream_for(rows, N, K) else ""),
+            partial(triton_stream.linear, launch=stream),
+        )
     for launch in launches(rows) if sweep else ():
         measure(short(launch), partial(triton_linear.linear, launch=launch))
 
@@ -82,26 +98,31 @@ def short(launch: Launch) -> str:
     return f"{tiles}, {launch.splits} splits{', early' if launch.early else ''}"
 
 
-Job = tuple[int, int, Launch]
+Job = tuple[int, int, Launch | Stream]
 
 
 def jobs(rows: Sequence[int], *, sweep: bool) -> Iterator[Job]:
     for count in rows:
         for N, K in SHAPES.values():
             table = launch_for(count, N, K)
-            tried = [*([table] if table is not None else []), *(launches(count) if sweep else ())]
+            tried = [
+                *([table] if table is not None else []),
+                *streams(count, N, K, sweep=sweep),
+                *(launches(count) if sweep else ()),
+            ]
             for launch in tried:
-                yield count, K if count == 1 else 16384, launch
+                yield count, K if count == 1 or isinstance(launch, Stream) else 16384, launch
 
 
 def compile_one(job: Job) -> None:
     """In a process of its own: fill Triton's cache on disk."""
     rows, K, launch = job
+    run = partial(triton_stream.linear if isinstance(launch, Stream) else triton_linear.linear, launch=launch)
     try:
-        triton_linear.linear(draw(rows, K), draw(256, K), None, launch=launch)
+        run(draw(rows, K), draw(256, K), None)
         torch.cuda.synchronize()
     except Exception as fault:  # noqa: BLE001  # reported when the variant is timed
-        print(f"{short(launch)}: {type(fault).__name__}")
+        print(f"{launch}: {type(fault).__name__}")
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sidestream.ops.linear import torch_impl
-from sidestream.ops.linear.launches import launch_for
+from sidestream.ops.linear.launches import launch_for, stream_for
 from sidestream.ops.operator import operator
 
 __all__ = ["by_head", "by_head_into", "linear", "logits"]
@@ -19,13 +19,28 @@ by_head_into.register("cuda")(torch_impl.write_by_head)
 
 @linear.register("cuda")
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    launch = launch_for(x.shape[0], *weight.shape) if x.is_cuda else None
-    if launch is not None:
-        from sidestream.ops.linear import triton_linear
+    done = _by_kernel(x, weight, bias) if x.is_cuda else None
+    return torch_impl.linear(x, weight, bias) if done is None else done
 
-        if triton_linear.takes(x, weight, bias):
-            return triton_linear.linear(x, weight, bias, launch=launch)
-    return torch_impl.linear(x, weight, bias)
+
+def _by_kernel(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """The product by a kernel, if one is faster than the library and takes it."""
+    sizes = (x.shape[0], *weight.shape)
+    stream, launch = stream_for(*sizes), launch_for(*sizes)
+    if stream is None and launch is None:
+        return None
+    from sidestream.ops.linear import triton_linear
+
+    if not triton_linear.takes(x, weight, bias):
+        return None
+    if stream is not None:
+        from sidestream.ops.linear import triton_stream
+
+        if triton_stream.takes(x):
+            return triton_stream.linear(x, weight, bias, launch=stream, out=out)
+    return None if launch is None else triton_linear.linear(x, weight, bias, launch=launch, out=out)
 
 
 @logits.register("cuda")
@@ -33,14 +48,8 @@ def _logits(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> None
     if not x.is_cuda:
         torch_impl.logits(x, weight, out=out)
         return
-    launch = launch_for(x.shape[0], *weight.shape)
-    if launch is not None:
-        from sidestream.ops.linear import triton_linear
-
-        if triton_linear.takes(x, weight, None):
-            triton_linear.linear(x, weight, None, launch=launch, out=out)
-            return
-    torch_impl.wide_logits(x, weight, out=out)
+    if _by_kernel(x, weight, None, out) is None:
+        torch_impl.wide_logits(x, weight, out=out)
 
 
 @by_head.register("cuda")

@@ -60,11 +60,17 @@ def linear(
         BIASED=bias is not None and splits == 1, UPCAST=UPCAST, num_warps=launch.warps, **overlap,
     )  # fmt: skip
     if splits > 1:
-        _sum_parts[(triton.cdiv(T * N, SUM_BLOCK),)](
-            target, out if bias is None else bias, out, T, N, SPLITS=splits, BLOCK=SUM_BLOCK,
-            BIASED=bias is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
-        )  # fmt: skip
+        sum_parts(target, bias, out, early=pdl)
     return out
+
+
+def sum_parts(parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, early: bool) -> None:
+    """out [T, N] = sum of parts [splits, T, N] fp32 in their order, plus the bias."""
+    splits, T, N = parts.shape
+    _sum_parts[(triton.cdiv(T * N, SUM_BLOCK),)](
+        parts, out if bias is None else bias, out, T, N, SPLITS=splits, BLOCK=SUM_BLOCK,
+        BIASED=bias is not None, PDL=early, num_warps=4, launch_pdl=early,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["N"])  # type: ignore[untyped-decorator]
