@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 
 DIGEST_BYTES = 16
+hash_block = partial(hashlib.blake2b, digest_size=DIGEST_BYTES)
 
 
 def chain_root(*parts: bytes) -> bytes:
     """Start of a chain: whatever the content depends on beside the tokens (model, row format, a tenant's salt)."""
-    root = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    root = hash_block()
     for part in parts:
         root.update(len(part).to_bytes(8, "little") + part)
     return root.digest()
@@ -55,7 +56,7 @@ class BlockHashes:
         for block in range(len(hashes), count):
             start = (block - self._first) * size
             content = (hashes[-1] if hashes else self._root) + pack(*self._tokens[start : start + size])
-            hashes.append(hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest())
+            hashes.append(hash_block(content).digest())
         return hashes
 
     def append(self, token_id: int) -> bool:

@@ -20,7 +20,11 @@ class BlockPool:
     cache), then hashed ones, least recently used first.
 
     Args:
-        on_evict: called with (block, hash) when a published block is about to be handed out for other content.
+        on_evict: called with (block, hash) of a published block that was handed out for other content: at once if it is
+            ``urgent``, else by ``settle``, or before anything that could tell the difference.
+
+    Attributes:
+        urgent: published blocks on whose content more depends than what ``lookup`` finds; the caller's to add to.
     Raises:
         CapacityError: no block would be left beside the scratch block.
     """
@@ -37,6 +41,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._on_evict = on_evict
+        self.urgent: set[int] = set()
+        self._unsettled: list[int] = []  # handed out, and what they held before is still listed, if they held anything
         self._references = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))
         self._hash_of: dict[int, bytes] = {}
@@ -60,13 +66,23 @@ class BlockPool:
         assert count >= 0, f"allocate({count})"
         if count > len(self._free):
             return None
-        free, references, hash_of = self._free, self._references, self._hash_of
+        free, references = self._free, self._references
         blocks = [free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
             references[block] = 1
-            if block in hash_of:
-                self._forget(block)
+        if self._hash_of:
+            self._unsettled += blocks
+            if not self.urgent.isdisjoint(blocks):
+                for block in self.urgent.intersection(blocks):
+                    self._forget(block)
         return blocks
+
+    def settle(self) -> None:
+        """Forget what the blocks held that were handed out since: a step that waits for blocks need not wait for it."""
+        unsettled, self._unsettled = self._unsettled, []
+        for block in unsettled:
+            if block in self._hash_of:
+                self._forget(block)
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a reference to each block: one that has owners, or a free one that is still published."""
@@ -80,6 +96,7 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Take one reference from each block. Of hashed blocks the later ones are evicted first: a chain is only
         useful from its beginning."""
+        self.settle()
         for block in reversed(blocks):
             assert self._references[block] > 0, f"block {block} is released, but nobody owns it"
             self._references[block] -= 1
@@ -97,6 +114,8 @@ class BlockPool:
         Returns:
             The block that holds the content from now on.
         """
+        if self._unsettled:
+            self.settle()
         assert self._references[block] > 0, f"block {block} is published, but nobody owns it"
         assert block not in self._hash_of, f"block {block} is published twice"
         before = self._block_of.get(content)
@@ -104,6 +123,7 @@ class BlockPool:
             if self._references[before]:
                 return before
             del self._hash_of[before]
+            self.urgent.discard(before)
             self._free.move_to_end(before, last=False)
         self._block_of[content] = block
         self._hash_of[block] = content
@@ -111,6 +131,7 @@ class BlockPool:
 
     def lookup(self, content: bytes) -> int | None:
         """The block published under a hash, owned or free; ``share`` it before anything else is allocated."""
+        self.settle()
         return self._block_of.get(content)
 
     def holds_content(self, block: int) -> bool:
@@ -127,6 +148,7 @@ class BlockPool:
         Raises:
             AssertionError: with the block and both counts.
         """
+        self.settle()
         counts = Counter(block for blocks in owned.values() for block in blocks)
         for name, blocks in owned.items():
             assert len(set(blocks)) == len(blocks), f"{name} owns a block twice: {list(blocks)}"
@@ -145,10 +167,12 @@ class BlockPool:
             f"{len(self._free)} free and {len(counts)} owned blocks, of {self.num_usable}"
         )
         assert self._block_of == {content: block for block, content in self._hash_of.items()}, "hash maps disagree"
+        assert self.urgent <= self._hash_of.keys(), f"blocks {self.urgent - self._hash_of.keys()} hold nothing"
 
     def _forget(self, block: int) -> None:
         content = self._hash_of.pop(block)
         del self._block_of[content]
+        self.urgent.discard(block)
         if self._on_evict is not None:
             self._on_evict(block, content)
 

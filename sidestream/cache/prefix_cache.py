@@ -35,6 +35,9 @@ FIRST_GUESS_TOKENS = 128
 """Prompts that have less in common are cheap to compute."""
 ROOTS = 1024
 """Starts of chains that are kept, one for each salt."""
+NO_BLOCK = Hit(reason=CacheReason.SHORT)
+NOTHING = Hit()
+"""Hits of a sequence without a full block, and of one whose first nobody computed: what most prompts ask for."""
 
 
 class PrefixCache:
@@ -79,7 +82,7 @@ class PrefixCache:
         Args:
             salt: sequences of different salts share nothing.
         """
-        self._require_published()
+        self._catch_up()
         size = self.blocks.block_size
         sequence = CachedSequence(BlockHashes(self._root(salt), size, token_ids))
         known = self.tree.enter(sequence)
@@ -94,8 +97,12 @@ class PrefixCache:
         Args:
             num_known: its tokens.
         """
-        self._require_published()
+        self._catch_up()
         path, limit = sequence.path, (num_known - 1) // self.blocks.block_size
+        if not path:
+            return NO_BLOCK
+        if path[0].block is None:
+            return NOTHING
         blocks: list[int] = []
         place = 0
         for node in path:
@@ -111,17 +118,16 @@ class PrefixCache:
         elif place < min(found, limit):
             reason = CacheReason.NO_SNAPSHOT
         snapshot = path[place - 1].snapshot if place else None
-        if not path:
-            reason = CacheReason.SHORT
         return Hit(place * self.blocks.block_size, tuple(blocks[:place]), snapshot, found, reason)
 
     def worth_waiting(self, sequence: CachedSequence, hit: Hit, num_known: int) -> PrefixNode | None:
         """The last block of its prefix that a running sequence will compute, and leave what it takes to continue there;
         None if there is none."""
+        self._catch_up()
         size = self.blocks.block_size
         last = None
         for node in sequence.path[hit.num_tokens // size : (num_known - 1) // size]:
-            if self.is_coming(node):
+            if self._is_coming(node):
                 last = node
             elif node.block is None and not self._computes(node):
                 break
@@ -129,6 +135,10 @@ class PrefixCache:
 
     def is_coming(self, node: PrefixNode) -> bool:
         """A running sequence will compute a block, and leave what it takes to continue there."""
+        self._catch_up()
+        return self._is_coming(node)
+
+    def _is_coming(self, node: PrefixNode) -> bool:
         producer = self._computes(node)
         if producer is None:
             return False
@@ -199,16 +209,22 @@ class PrefixCache:
 
     def learn(self, sequence: CachedSequence, token_id: int, block_ids: Sequence[int]) -> None:
         """A generated token became known."""
-        self._require_published()
+        self._catch_up()
         if sequence.hashes.append(token_id):
             self.tree.extend(sequence, sequence.hashes.num_full)
         self._publish(sequence, block_ids)
 
     def publish(self) -> None:
-        """Let others find what the step computes of prompts."""
+        """Let others find what the step computes of prompts, and nobody what it overwrites."""
+        self.blocks.settle()
         for sequence, block_ids in self._unpublished:
             self._publish(sequence, block_ids)
         self._unpublished.clear()
+
+    def _catch_up(self) -> None:
+        """Blocks that were handed out do not count as cached any more; whoever looks at that calls this first."""
+        self._require_published()
+        self.blocks.settle()
 
     def _require_published(self) -> None:
         assert not self._unpublished, f"what a step computes of {len(self._unpublished)} prompts is not published"
@@ -221,14 +237,15 @@ class PrefixCache:
         self.tree.extend(sequence, full)
         publish, done = self.blocks.publish, sequence.num_published
         for block, node in zip(block_ids[done:full], sequence.path[done:full], strict=True):
-            node.block = publish(block, node.content)
+            node.block = found = publish(block, node.content)
+            if node.snapshot is not None:
+                self.blocks.urgent.add(found)
         sequence.num_published = full
         for depth, slot in sequence.unnamed:
             assert self.snapshots is not None
             node = sequence.path[depth - 1]
-            assert node.block is not None, f"a state behind block {depth}, which is not computed"
             self.snapshots.name(slot, node.content)
-            node.snapshot = slot
+            self._set_snapshot(node, slot)
         sequence.unnamed.clear()
         while sequence.pending and sequence.pending[0][0] <= full:
             depth, slot = sequence.pending.pop(0)
@@ -236,7 +253,7 @@ class PrefixCache:
 
     def lose(self, sequence: CachedSequence) -> None:
         """It does not run any more; what it published stays."""
-        self._require_published()
+        self._catch_up()
         sequence.active = False
         sequence.num_computed = sequence.num_published = 0
         sequence.generated = None
@@ -260,7 +277,7 @@ class PrefixCache:
 
     def check_integrity(self, sequences: Collection[CachedSequence]) -> None:
         """Recount tree and snapshots; an AssertionError names what differs."""
-        self._require_published()
+        self._catch_up()
         self.tree.check_integrity(sequences)
         for node in self.tree.nodes.values():
             assert self.blocks.lookup(node.content) == node.block, (
@@ -269,6 +286,8 @@ class PrefixCache:
         if self.snapshots is not None:
             taken = [slot for sequence in sequences for _, slot in sequence.pending]
             kept = [(n.snapshot, n.content) for n in self.tree.nodes.values() if n.snapshot is not None]
+            urgent = {n.block for n in self.tree.nodes.values() if n.snapshot is not None}
+            assert urgent <= self.blocks.urgent, f"blocks {urgent - self.blocks.urgent} have states behind them"
             self.snapshots.check_integrity(taken=taken, kept=kept)
 
     def _forget_block(self, block: int, content: bytes) -> None:
@@ -289,8 +308,19 @@ class PrefixCache:
         """A snapshot gives way to another; its block stays."""
         node = self.tree.nodes[content]
         assert node.snapshot == slot, f"snapshot {slot} is evicted, its content was in {node.snapshot}"
-        node.snapshot = None
+        self._clear_snapshot(node)
         self.stats.snapshots_evicted += 1
+
+    def _set_snapshot(self, node: PrefixNode, slot: int) -> None:
+        """It stands behind a cached block: when that is handed out, the slot is free at once."""
+        assert node.block is not None, f"a state behind block {node.depth}, which is not cached"
+        node.snapshot = slot
+        self.blocks.urgent.add(node.block)
+
+    def _clear_snapshot(self, node: PrefixNode) -> None:
+        node.snapshot = None
+        if node.block is not None:
+            self.blocks.urgent.discard(node.block)
 
     def _wants(self, sequence: Producer, node: PrefixNode) -> bool:
         """This sequence should leave a snapshot there when it comes by."""
@@ -338,6 +368,7 @@ class PrefixCache:
                 taken.append((depth, slot))
         for depth, slot in taken:
             if depth <= len(path):
+                self.blocks.settle()
                 path[depth - 1].snapshot = slot  # another prompt of the same step may pass there
         return [Split(depth * self.blocks.block_size, slot) for depth, slot in taken]
 
@@ -352,7 +383,7 @@ class PrefixCache:
             self.snapshots.drop(slot)
             return
         self.snapshots.keep(slot, node.content)
-        node.snapshot = slot
+        self._set_snapshot(node, slot)
         self._drop_generated(sequence)
         sequence.generated = node
 
@@ -362,4 +393,4 @@ class PrefixCache:
         if node is not None and node.snapshot is not None and not node.wanted:
             assert self.snapshots is not None
             self.snapshots.drop(node.snapshot)
-            node.snapshot = None
+            self._clear_snapshot(node)

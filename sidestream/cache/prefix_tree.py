@@ -76,11 +76,19 @@ class PrefixTree:
         """
         path, hashes, nodes = sequence.path, sequence.hashes, self.nodes
         node: PrefixNode | None = None
-        while (known := len(path)) < hashes.num_full:
+        full = hashes.num_full
+        while (known := len(path)) < full:
             if node is not None and node.alone is not None:
                 self._show_next(node)
-            node = nodes.get(hashes.make(known + 1)[known])
+            content = hashes.make(known + 1)[known]
+            node = nodes.get(content)
             if node is None:
+                if not known:  # what most prompts begin with is their own
+                    nodes[content] = node = PrefixNode(content, None)
+                    path.append(node)
+                    node.ends = 1
+                    node.alone = sequence if full > 1 else None
+                    return 0
                 break
             path.append(node)
         if path:

@@ -59,13 +59,40 @@ def test_published_blocks_are_found_kept_longest_and_evicted_from_the_end_of_a_c
     other = pool.allocate(2) or []
     assert not set(other) & set(chain), "blocks without content go first"
     assert pool.allocate(1) == [chain[2]]
-    assert evicted == [(chain[2], hashes[2])]
+    assert not evicted, "nobody looked yet"
     assert [pool.lookup(content) for content in hashes] == [*chain[:2], None]
+    assert evicted == [(chain[2], hashes[2])]
     pool.share(chain[:2])  # a hit takes them out of the free list
     assert pool.num_free == 0
     pool.check_integrity({"other": other, "third": [chain[2]], "hit": chain[:2]})
     pool.release(chain[1::-1])
     pool.check_integrity({"other": other, "third": [chain[2]]})
+
+
+@pytest.mark.parametrize("look", ["settle", "lookup", "publish", "release", "check_integrity"])
+def test_what_blocks_held_is_forgotten_before_anybody_looks_and_at_once_where_that_is_urgent(look: str) -> None:
+    evicted: list[tuple[int, bytes]] = []
+    pool = BlockPool(6, 4, on_evict=lambda block, content: evicted.append((block, content)))
+    first, second, third, *others = pool.allocate(5) or []
+    for block, content in ((first, b"a"), (second, b"b"), (third, b"c")):
+        pool.publish(block, content)
+    pool.urgent |= {second, third}
+    pool.release([second, first])  # first is handed out first
+    assert pool.allocate(2) == [first, second]
+    assert evicted == [(second, b"b")]
+    assert pool.urgent == {third}
+    held = [first, second, third, *others]
+    looks = {
+        "settle": pool.settle,
+        "lookup": lambda: pool.lookup(b"a"),
+        "publish": lambda: pool.publish(second, b"a"),
+        "release": lambda: pool.release([held.pop(0)]),
+        "check_integrity": lambda: pool.check_integrity({"all": held}),
+    }
+    looks[look]()
+    assert evicted == [(second, b"b"), (first, b"a")]
+    assert pool.lookup(b"a") == (second if look == "publish" else None)
+    pool.check_integrity({"all": held})
 
 
 def test_equal_content_is_published_once() -> None:
@@ -121,17 +148,21 @@ def test_random_use_against_a_plain_model(seed: int, num_blocks: int) -> None:
     rng = random.Random(seed)
     owned: dict[str, list[int]] = {}
     contents: dict[int, bytes] = {}  # the model: what each published block holds
-    pool = BlockPool(num_blocks, 4, on_evict=lambda block, content: contents.pop(block))
+    due: list[tuple[int, bytes]] = []  # what was evicted, and
+    told: list[tuple[int, bytes]] = []  # what the pool has said of it
+    pool = BlockPool(num_blocks, 4, on_evict=lambda block, content: told.append((block, content)))
     for step in range(60):
         action = rng.choice(["allocate", "share", "release", "publish", "hit"])
         name = rng.choice(list(owned)) if owned else None
         if action == "allocate":
-            count = rng.randint(0, 4)
+            count, urgent = rng.randint(0, 4), set(pool.urgent)
             blocks = pool.allocate(count)
             in_use = {block for held in owned.values() for block in held}
             assert (blocks is None) == (count > num_blocks - 1 - len(in_use))
             if blocks:
-                assert not set(blocks) & (in_use | set(contents))
+                assert not set(blocks) & in_use
+                due += [(block, contents.pop(block)) for block in blocks if block in contents]
+                assert set(told) >= {(block, content) for block, content in due if block in urgent & set(blocks)}
                 owned[f"s{step}"] = blocks
         elif action == "share" and name:
             pool.share(owned[name])
@@ -146,14 +177,19 @@ def test_random_use_against_a_plain_model(seed: int, num_blocks: int) -> None:
                 if before is None or not any(before in held for held in owned.values()):
                     contents.pop(before or 0, None)
                     contents[block] = content
-                assert contents.get(pool.publish(block, content)) == content
+                found = pool.publish(block, content)
+                assert contents.get(found) == content
+                pool.urgent |= {found} if rng.random() < 0.5 else set()
         elif action == "hit" and contents:
             block, content = rng.choice(list(contents.items()))
             assert pool.lookup(content) == block
             pool.share([block])
             owned[f"s{step}"] = [block]
-        pool.check_integrity(owned)
         counts = Counter(block for held in owned.values() for block in held)
         assert pool.num_free == num_blocks - 1 - len(counts)
+        if rng.random() < 0.5:
+            continue
+        pool.check_integrity(owned)
+        assert sorted(told) == sorted(due)
         for content in (bytes([i]) for i in range(6)):
             assert pool.lookup(content) == next((b for b, c in contents.items() if c == content), None)

@@ -189,7 +189,7 @@ class Both:
 def test_ten_thousand_random_operations_go_as_in_the_plain_model(
     blocks: int, snapshots: int | None, every: int | None, guess: int
 ) -> None:
-    rng = random.Random(blocks)
+    rng, looks = random.Random(blocks), random.Random(1)
     both = Both(rng, blocks=blocks, snapshots=snapshots, every=every, guess=guess)
     operations = [both.submit, both.admit, both.compute, both.compute, both.compute, both.learn, both.learn]
     operations += [both.preempt, both.abort, both.evict]
@@ -198,7 +198,8 @@ def test_ten_thousand_random_operations_go_as_in_the_plain_model(
         if operation == both.submit and len(both.pairs) > 6:
             operation = both.abort
         operation()
-        both.compare()
+        if looks.random() < 0.5:  # a comparison settles what was put off
+            both.compare()
     stats = both.real.stats
     assert both.hits > 20 if snapshots != 0 else both.hits == 0
     assert both.waits > 10 if snapshots != 0 else both.waits == 0
@@ -221,6 +222,7 @@ def test_steps_of_several_sequences_go_as_in_the_plain_model(
     blocks: int, snapshots: int | None, every: int | None
 ) -> None:
     """Sequences of one prefix in one step too: what the first one leaves is not left again."""
+    looks = random.Random(1)
     both = Both(random.Random(3), blocks=blocks, snapshots=snapshots, every=every, guess=2, together=4)
     operations = [both.submit, both.admit, both.admit, both.compute, both.learn, both.abort, both.evict]
     for _ in range(4_000):
@@ -228,7 +230,8 @@ def test_steps_of_several_sequences_go_as_in_the_plain_model(
         if operation == both.submit and len(both.pairs) > 8:
             operation = both.abort
         operation()
-        both.compare()
+        if looks.random() < 0.5:
+            both.compare()
     assert both.shared_steps > 50
     assert both.hits > 20
 

@@ -6,6 +6,10 @@ import random
 
 import pytest
 
+from sidestream.cache import block_hashes
+from sidestream.cache.block_hashes import hash_block
+from sidestream.cache.block_pool import BlockPool
+from sidestream.cache.prefix_tree import PrefixNode, PrefixTree
 from sidestream.core.request import Request
 from sidestream.scheduler.scheduler import Scheduler
 from tests.scheduler.fake_engine import VOCAB, FakeEngine, make_config, make_request, solo_run
@@ -74,6 +78,46 @@ def chunks_of(engine: FakeEngine) -> list[tuple[int, int, list[int]]]:
     """Start, length and the places of states within, of each chunk."""
     chunks = [chunk for step in engine.steps for chunk in step.chunks]
     return [(chunk.start, chunk.length, [split.position for split in chunk.splits]) for chunk in chunks]
+
+
+@pytest.mark.parametrize("prompt", [22, 86])
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_what_the_cache_does_before_a_step_is_launched_does_not_grow_with_its_prompt(
+    hybrid: bool, prompt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that shares nothing, in a full pool: it is hashed as far as one block, enters the tree with that, and
+    none of the blocks that it takes is forgotten; all that comes with ``remember``."""
+    engine = caching(
+        needs_snapshots=hybrid, num_blocks=61, num_snapshots=4, max_num_batched_tokens=200, max_model_len=230
+    )
+    rng, scheduler, work = random.Random(1), engine.scheduler, list[str]()
+    while not scheduler.prefix_stats.blocks_evicted:
+        engine.add(make_request(f"before {rng.random()}", tuple(rng.randrange(VOCAB) for _ in range(20)), max_tokens=1))
+        engine.run()
+
+    def counted(owner: type, name: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: object) -> object:
+            work.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(PrefixNode, "__init__")
+    counted(PrefixTree, "prune")
+    counted(BlockPool, "_forget")
+    monkeypatch.setattr(block_hashes, "hash_block", lambda content: work.append("hash") or hash_block(content))
+    engine.add(make_request("new", tuple(i * i % VOCAB for i in range(prompt)), max_tokens=1))
+    assert work == ["hash", "__init__"]
+    assert scheduler.schedule() is not None
+    assert work == ["hash", "__init__"]
+    scheduler.remember()
+    blocks = prompt // 4
+    assert work.count("hash") == work.count("__init__") == blocks
+    assert blocks - 1 <= work.count("_forget") <= blocks + 1
+    assert work.count("prune") == work.count("_forget")
+    scheduler.check_integrity()
 
 
 def test_a_chunk_leaves_states_on_its_way() -> None:

@@ -148,5 +148,6 @@ def test_a_step_leaves_nothing_to_be_remembered(folder: Path) -> None:
         core.advance()
         core.outbox.clear()
         assert not cache._unpublished, f"after step {steps}"
+        assert not cache.blocks._unsettled, f"after step {steps}"
         steps += 1
     assert steps > 3
