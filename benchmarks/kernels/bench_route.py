@@ -30,13 +30,16 @@ CUTS = {1: [], 4: [NARROW], 8: [NARROW, SHALLOW], 16: [NARROW, SHALLOW], 32: [TA
 
 
 def variants(tokens: int, num_experts: int) -> dict[str, RouterTiles]:
-    """Places are counted for few experts alone: pairs of scores grow with the square."""
+    """Places are counted for few experts alone: pairs of scores grow with the square. More are compared by eight warps,
+    since each thread keeps one sum an expert over all parts."""
     table = router_tiles(tokens, num_experts, torch.bfloat16)
     assert table is not None  # bf16
     few = num_experts <= FEW_EXPERTS
-    cuts = [replace(tiles, counted=few) for tiles in CUTS[max(least for least in CUTS if least <= tokens)]]
-    made = {"table": table, **({"table, other places": replace(table, counted=not table.counted)} if few else {})}
-    return made | {str(tiles): tiles for tiles in cuts if tiles != table}
+    cuts = CUTS[max(least for least in CUTS if least <= tokens)]
+    tried = [replace(tiles, counted=few, choice_warps=2 if few else 8) for tiles in cuts]
+    if few:
+        tried.append(replace(table, counted=True))
+    return {"table": table} | {str(tiles): tiles for tiles in tried if tiles != table}
 
 
 def compile_one(tokens: int, num_experts: int, name: str) -> None:
