@@ -22,6 +22,8 @@ from sidestream.ops.linear import reference, torch_impl, triton_linear
 from sidestream.ops.linear.launches import launch_for
 from sidestream.ops.norm import reference as norm_reference
 from sidestream.ops.norm import rms_norm, triton_norms
+from sidestream.ops.rope import reference as rope_reference
+from sidestream.ops.rope import triton_rope
 
 HEADS, DIM, LATENT, VOCAB, STREAMS = 64, 256, 512, 32768, 4
 QUERY = HEADS * DIM + 32 * 128
@@ -61,6 +63,41 @@ def heads(report: Report, rows: int, *, values: bool) -> None:
             way,
             lambda i, function=function: function(x[i], weights[i]),  # type: ignore[misc]
             lambda function=function: error_of(function(x[0], weights[0])[:64], want),  # type: ignore[misc]
+        )
+
+
+def rotated_query(report: Report, rows: int) -> None:
+    """Absorbed queries of DeepSeek-V3.2 with their rotated parts, and the keys' rotated part."""
+    heads, nope, rope = 128, 128, 64
+    sets = copies_of(2 * heads * nope * LATENT, rows)
+    weights = [draw(heads, nope, LATENT, spread=nope**-0.5) for _ in range(sets)]
+    x = [draw(rows, heads, nope + rope) for _ in range(2 if rows > 64 else sets)]
+    keys, angle = draw(rows, LATENT + rope)[:, LATENT:], torch.rand(rows, rope, device="cuda") * 6
+    cos, sin = angle.chunk(2, dim=1)
+    turn = {"interleaved": True}
+
+    def copied(query: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        absorbed = torch_impl.by_head_in_place(query[..., :nope], weight)
+        turned = triton_rope.apply_rope(query[..., nope:], cos, sin, **turn)
+        triton_rope.apply_rope(keys, cos, sin, **turn)
+        return torch.cat([absorbed, turned], dim=-1)
+
+    def in_place(query: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = query.new_empty(rows, heads, LATENT + rope)
+        torch_impl.write_by_head(query[..., :nope], weight, out=out[..., :LATENT])
+        triton_rope.apply_rope_pair(query[..., nope:], keys, cos, sin, **turn, out=out[..., LATENT:])
+        return out
+
+    few = slice(0, 64)
+    turned = rope_reference.apply_rope(x[0][few, :, nope:], cos[few], sin[few], **turn)
+    want = torch.cat([reference.by_head(x[0][few, :, :nope], weights[0]), turned], dim=-1)
+    moved = 2 * heads * (nope * LATENT + rows * (nope + LATENT + 2 * rope))
+    for way, function in {"copied": copied, "in place": in_place}.items():
+        report.add(
+            shape("rotated query", rows, moved, sets),
+            way,
+            lambda i, function=function: function(x[i % len(x)], weights[i]),  # type: ignore[misc]
+            lambda function=function: error_of(function(x[0], weights[0])[few], want),  # type: ignore[misc]
         )
 
 
@@ -155,6 +192,7 @@ def main() -> None:
         for rows in options.rows:
             heads(report, rows, values=False)
             heads(report, rows, values=True)
+            rotated_query(report, rows)
             if rows <= 64:
                 head(report, rows)
             enter(report, rows)
