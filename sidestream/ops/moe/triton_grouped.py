@@ -167,7 +167,7 @@ def _block(
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tl.tensor:
-    """Expert (-1: none), pairs [ROWS] (-1: none) and tokens [ROWS] of a block; those of shared experts are numbered last."""
+    """Expert (-1: none), pairs [ROWS] (-1: none) and tokens [ROWS] of a block; shared experts' are numbered last."""
     rows = tl.arange(0, ROWS)
     if block < routed_blocks:
         expert = tl.load(block_expert + block)
