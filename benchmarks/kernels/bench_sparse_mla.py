@@ -9,17 +9,17 @@ Predicted for 64 heads, 2,048 rows, 132 programs at a time, the kernel with role
 2.4 us for a tile of 72 KB from memory or from the L2 cache, so 2.1 us with 64 KB of bf16 rows and 2.0 with quantised
 ones, which shared memory bounds (2,200 cycles a tile to feed products and take rows in, unpacking beside it). Start to
 end without tiles 10 us, a merge 2 to 6 us. So 78 / 75 us (bf16 / mxfp8) at batch 128, 50 / 46 at 64, 33 / 31 at 32;
-2,048 prefill tokens 1.05 ms, 520 TFLOP/s. The pipelined kernel below 5 blocks of heads: 10 / 13 us at 1. In mxfp8 a
-tile took 2.6 us: a fence of the warps that unpack it waits for the loads of the next one.
+2,048 prefill tokens 1.05 ms, 520 TFLOP/s. The pipelined kernel below 5 blocks of heads: 10 / 13 us at 1.
 
 Before the shapes come the two launches of a call alone: runs without their merge, and both merges of parts that lie in
 the L2 cache.
 
 With ``--unpacking`` alone: ways to unpack quantised rows beside the one in use, in turn over the same inputs; all must
 find the same bits. By ptxas's own stall counts a tile of 64 rows costs each warp that unpacks, from an empty buffer to
-a full one, 1,540 cycles in mxfp8 and 1,670 with fp8_ds_mla (12 spills); products in pairs leave 1,290, with scales by
-way of shared memory 1,100 and 1,370 (none). Predicted, as two buffers share what is saved: 94 -> 88 us in mxfp8 at 128
-tokens, 112 -> 100 with fp8_ds_mla, 60 -> 56 and 68 -> 61 at 64, nothing to 0.5 us at 8.
+a full one, 1,540 cycles in mxfp8 and 1,670 with fp8_ds_mla (12 spills). Products in pairs leave 1,290; with scales by
+way of shared memory 1,100 and 1,370 (no spills); values shifted to their places 960. Predicted, as two buffers share
+what is saved: 94 -> 88 us in mxfp8 at 128 tokens, 112 -> 100 with fp8_ds_mla, 60 -> 56 and 68 -> 61 at 64, nothing to
+0.5 us at 8.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def unpackings(shape: Shape) -> dict[str, Launch]:
     chosen = choose_launch(shape.tokens, 64, 2048, layout_of(shape.layout, shape.rope), MAX_SPLITS)
     found = {"in use": chosen, "staged": replace(chosen, unpacking=2)}
     if shape.layout == "mxfp8":
-        found["pairs"] = replace(chosen, unpacking=1)
+        found |= {"pairs": replace(chosen, unpacking=1), "shifted": replace(chosen, unpacking=3)}
     other = replace(chosen, block_n=96 - chosen.block_n)
     return {**found, f"{other.block_n} rows": other, f"staged, {other.block_n} rows": replace(other, unpacking=2)}
 

@@ -55,6 +55,22 @@ _UNPACK_PAIRS = gl.constexpr(
 )
 """The same with a power of two, twice in bf16, as scale: E4M3 fits in bf16, so there is one rounding here, too."""
 
+_UNPACK_SHIFTED = gl.constexpr(
+    """{
+    .reg .b32 x, y;
+    prmt.b32 x, $2, 0, 0x9180;
+    prmt.b32 y, $2, 0, 0xb3a2;
+    shl.b32 x, x, 4;
+    shl.b32 y, y, 4;
+    and.b32 x, x, 0x87f087f0;
+    and.b32 y, y, 0x87f087f0;
+    mul.rn.bf16x2 $0, x, $3;
+    mul.rn.bf16x2 $1, y, $3;
+    }"""
+)
+"""The same without conversions: a byte behind eight copies of its sign, four bits further up, is its value in bf16 but
+for 2**-120, which the scale makes up for. NaN becomes 480, which whoever packs rows gives scales of NaN alone."""
+
 # Eight neighbouring lanes hold 64 columns of two rows: stores to swizzled shared memory meet no bank twice.
 SHORT_TILES = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -187,9 +203,14 @@ def _load_rows(words, scales, row, seen, columns, sizes, by_word: gl.constexpr):
 
 
 @gluon.jit
-def factors(scale, mx: gl.constexpr):
-    """What multiplies values: scales fp32 as they are, those of ``mxfp8`` (bytes) twice in bf16, as int32."""
-    if mx:
+def factors(scale, mx: gl.constexpr, unpacking: gl.constexpr):
+    """What multiplies values: scales fp32 as they are, those of ``mxfp8`` (bytes) twice in bf16, as int32; if values
+    are shifted times 2**60, so that keys come out 2**-60 times as large: neither those beyond 2**75 nor the bits of
+    those below 2**-66 would fit otherwise."""
+    if mx and unpacking == 3:
+        bits = scale.to(gl.int32)
+        return gl.where(bits == 255, 0x7FC07FC0, (gl.where(bits < 195, bits, 195) + 60) * 0x00800080)
+    elif mx:
         bits = scale.to(gl.int32)
         return gl.where(bits == 255, 0x7FC07FC0, bits * 0x00800080)
     else:
@@ -202,7 +223,7 @@ def unpack(raw, scale, mx: gl.constexpr, unpacking: gl.constexpr):
     those were staged."""
     pairs: gl.constexpr = mx and unpacking > 0
     if pairs:
-        factor = scale if unpacking == 2 else factors(scale, mx)
+        factor = scale if unpacking >= 2 else factors(scale, mx, unpacking)
     elif mx:
         bits = scale.to(gl.int32)
         factor = gl.where(bits == 255, 0x7FC00000, bits << 23).to(gl.float32, bitcast=True)
@@ -210,7 +231,7 @@ def unpack(raw, scale, mx: gl.constexpr, unpacking: gl.constexpr):
         factor = scale
     wide, _ = gl.broadcast(factor[:, :, None], raw)
     kinds: gl.constexpr = (gl.int32, gl.int32)
-    text: gl.constexpr = _UNPACK_PAIRS if pairs else _UNPACK
+    text: gl.constexpr = (_UNPACK_SHIFTED if unpacking == 3 else _UNPACK_PAIRS) if pairs else _UNPACK
     low, high = gl.inline_asm_elementwise(text, "=r,=r,r,r", [raw, wide], kinds, is_pure=True, pack=1)
     return gl.reshape(gl.join(low, high), [16, 256])
 

@@ -70,7 +70,7 @@ def gather_staged(pool, memory, barriers, span, kinds):
         phase = ((done // 2) & 1) ^ 1
         first = 2 * turn if halves else turn
         # Those of the last tile have been used, and a barrier stands behind that.
-        staged.store(factors(scale, mx))
+        staged.store(factors(scale, mx, unpacking))
         mbarrier.wait(empty.index(first), phase)
         key = keys.index(first)._reinterpret(gl.int32, [block_n, latent // 2], pairs)
         if rope > 0:

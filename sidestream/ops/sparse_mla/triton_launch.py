@@ -49,7 +49,8 @@ class Launch:
         roles: take ``triton_roles`` for blocks of 64 heads and tiles of 64 or 32 rows; ``stages``, ``warps`` and
             ``parted`` have no meaning then.
         unpacking: with roles, quantised rows: 0, by products in fp32; 1, values of ``mxfp8`` times scales in pairs; 2,
-            so, and scales pass through shared memory, those of ``fp8_ds_mla``, too.
+            so, and scales pass through shared memory, those of ``fp8_ds_mla``, too; 3, so, and values of ``mxfp8``
+            are shifted to their place, with the same bits if they are 0 or between 2**-66 and 2**75.
         in_threads: runs are merged by ``triton_merge``, which exchanges nothing between threads.
     """
 
@@ -185,7 +186,9 @@ def run(
     head_blocks, causal = -(-heads // launch.block_h), chunk_start is not None
     grid = (-(-tokens * heads // launch.block_h) if causal else tokens * head_blocks, splits)
     arguments = (q, values, scales, ropes, rows, lengths.contiguous(), parts, part_lse)
-    numbers = (q.stride(0), q.stride(1), rows.stride(0), scale * _LOG2_E, heads, head_blocks, block_size, splits)
+    shifted = launch.roles and launch.unpacking == 3 and layout.name == "mxfp8"
+    scale_log2 = scale * _LOG2_E * (2.0**60 if shifted else 1.0)
+    numbers = (q.stride(0), q.stride(1), rows.stride(0), scale_log2, heads, head_blocks, block_size, splits)
     chunk = (tokens, chunk_start or 0)
     kinds = {
         "latent": latent,

@@ -78,7 +78,8 @@ def _score(memory, barriers, span, block, target, kinds):
     begin, end = span
     first, known, heads, splits, chunk_start = block
     lse, out_row, scale_log2 = target
-    rope, causal, block_n = kinds
+    lift: gl.constexpr = kinds[3]
+    rope, causal, block_n, _ = kinds
     buffers: gl.constexpr = 128 // block_n
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, 16])
     read, handed, passed = (query, query_rope, keys, rope_keys), (weights, factors), (weighed, taken)
@@ -105,7 +106,7 @@ def _score(memory, barriers, span, block, target, kinds):
     if causal:
         total = gl.where(top == float("-inf"), 1.0, total)
     mbarrier.wait(taken, (tiles & 1) ^ 1)
-    factors.store(1.0 / total)
+    factors.store(lift / total)
     gl.thread_barrier()
     mbarrier.arrive(weighed, count=1)
     row = out_row + (flat // heads * splits).to(gl.int64) * heads + flat % heads
@@ -174,7 +175,7 @@ def _weigh(memory, barriers, span, block, target, source, kinds):
 def _gather(pool, memory, barriers, span, kinds):
     """Fill the buffers ``keys`` (and ``rope_keys``) in turn with tiles of 64 rows of ``span``, zeros behind its end."""
     tile: gl.constexpr = kinds[4]
-    if tile > 0 and kinds[8] == 2:
+    if tile > 0 and kinds[8] >= 2:
         gather_staged(pool, memory, barriers, span, kinds)
     elif tile > 0:
         gather_quantised(pool, memory, barriers, span, kinds)
@@ -269,7 +270,7 @@ def attend_roles(
         weights = gl.allocate_shared_memory(gl.bfloat16, [64, block_n], shared_weights)
         factors = gl.allocate_shared_memory(gl.float32, [64], in_line)
         near = gl.allocate_shared_memory(gl.int32, [2, 64], in_line)
-        if unpacking == 2:
+        if unpacking >= 2:
             by_tile: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
             staged = gl.allocate_shared_memory(gl.int32 if mx else gl.float32, [64, latent // tile], by_tile)
         else:
@@ -289,7 +290,7 @@ def attend_roles(
         mbarrier.init(weighed, count=1)
         mbarrier.init(taken, count=1)
         # Plain rows come by asynchronous copies, for which each of 128 threads arrives.
-        beside: gl.constexpr = tile > 0 and rope > 0 and (block_n == 32 or unpacking == 2)
+        beside: gl.constexpr = tile > 0 and rope > 0 and (block_n == 32 or unpacking >= 2)
         copied: gl.constexpr = 129 if beside else 1 if tile > 0 else 128
         for i in gl.static_range(buffers):
             mbarrier.init(full.index(i), count=copied)
@@ -298,7 +299,7 @@ def attend_roles(
         span = (begin, end)
         block = (first, known, heads, splits, chunk_start)
         weigh_kinds: gl.constexpr = (latent, rope, block_n)
-        score_kinds: gl.constexpr = (rope, causal, block_n)
+        score_kinds: gl.constexpr = (rope, causal, block_n, 2.0**60 if mx and unpacking == 3 else 1.0)
         gather_kinds: gl.constexpr = (latent, rope, row_elems, rope_elems, tile, mx, paged, block_n, unpacking)
         registers: gl.constexpr = _QUANTISED_REGISTERS if tile > 0 else _PLAIN_REGISTERS
         gl.warp_specialize(

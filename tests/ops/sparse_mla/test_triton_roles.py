@@ -214,12 +214,17 @@ class Machine:
         self.roles.run([lambda part=part: part[0](*part[1]) for part in parts])
 
 
-def unpacked(_asm: str, _constraints: str, given: list[torch.Tensor], *_: Any, **__: Any) -> Any:
+def unpacked(asm: str, _constraints: str, given: list[torch.Tensor], *_: Any, **__: Any) -> Any:
     """What the assembler text says: four E4M3 values of a word, scaled, as two words of two bf16. A scale is fp32 or,
     an integer, two bf16."""
     words, scale = torch.broadcast_tensors(*given)
     values = words.contiguous().view(torch.uint8).view(*words.shape, 4).view(torch.float8_e4m3fn).float()
-    if scale.dtype is torch.int32:
+    if asm == "shifted":
+        half = (words[..., None] >> torch.tensor([0, 8, 16, 24])) & 0xFF
+        half = ((half << 4 & 0x7F0) | (half << 8 & 0x8000)).to(torch.uint16).view(torch.bfloat16)
+        scales = scale.contiguous().view(torch.bfloat16).view(*scale.shape, 2).repeat(*(1,) * scale.dim(), 2)
+        pairs = (half * scales).view(torch.int32)
+    elif scale.dtype is torch.int32:
         scales = scale.contiguous().view(torch.bfloat16).view(*scale.shape, 2).repeat(*(1,) * scale.dim(), 2)
         pairs = (values.bfloat16() * scales).view(torch.int32)
     else:
@@ -289,6 +294,7 @@ def language(machine: Machine) -> dict[str, Any]:
         "_QUANTISED_REGISTERS": (0, 0),
         "_UNPACK": "",
         "_UNPACK_PAIRS": "",
+        "_UNPACK_SHIFTED": "shifted",
         "SHORT_TILES": None,
         "LONG_TILES": None,
     }
@@ -320,6 +326,7 @@ def run(
         ropes = pool.view(torch.bfloat16) if layout.rope_dim else pool
     out = torch.full((tokens, splits, heads, LATENT), torch.nan)
     lse = torch.full((tokens, splits, heads), torch.nan)
+    lifted = 2.0**60 if unpacking == 3 and layout.name == "mxfp8" else 1.0
     causal = chunk_start is not None
     head_blocks = -(-heads // 64)
     for place in range(-(-tokens * heads // 64) if causal else tokens * head_blocks):
@@ -328,7 +335,7 @@ def run(
             machine.program = (place, split)
             language(machine)["attend_roles"](
                 *(Pointer(memory) for memory in (q, values, scales, ropes, rows, lengths, out, lse)),
-                *(q.stride(0), q.stride(1), rows.stride(0), SCALE / math.log(2), heads, head_blocks),
+                *(q.stride(0), q.stride(1), rows.stride(0), lifted * SCALE / math.log(2), heads, head_blocks),
                 *(block_size, splits, tokens, chunk_start or 0, LATENT, layout.rope_dim, layout.row_elems),
                 *(
                     ropes.shape[1],
@@ -379,26 +386,36 @@ def test_every_way_to_unpack_gives_the_same_bits(name: str, p: int, block_n: int
     pool, q = poisoned(layout, rows), torch.randn(3, 3, LATENT + p).bfloat16()
     used = rows[0, :200]
     if name == "mxfp8":
-        pool[used, LATENT:] = torch.arange(200 * 16).view(200, 16).remainder(200).byte()
+        pool[used, LATENT:] = (torch.arange(200 * 16).view(200, 16) % 60 + 100).byte()
     else:
         scales = 1.37 * 2.0 ** torch.arange(-400, 400).div(8)
         pool.view(torch.float32)[used, LATENT // 4 : LATENT // 4 + 4] = scales.view(200, 4)
     want = run(q, pool, rows, counts, layout, splits=2, block_n=block_n)
     assert want[0][0].isfinite().all()
-    for unpacking in (1, 2):
+    for unpacking in (1, 2, 3):
         got = run(q, pool, rows, counts, layout, splits=2, block_n=block_n, unpacking=unpacking)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_products_in_pairs_equal_those_in_fp32() -> None:
-    """Every byte times every scale: subnormal numbers, what overflows and NaN included."""
+    """Every byte times every scale: subnormal numbers, what overflows and NaN included. Shifted values are 2**-60 times
+    as large, as far as that fits; no scale hides a NaN or what is too large."""
     codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
-    unpack = language(Machine(0))["unpack"]
+    names = language(Machine(0))
+    unpack, lifted = names["unpack"], names["factors"](codes, True, 3)
+    fits = torch.zeros(256, dtype=torch.bool)
+    fits[63:195] = True
+    fits = fits.view(16, 16, 1).expand(16, 16, 32).reshape(16, 512)
     for first in range(0, 256, 32):
         words = torch.arange(first, first + 32, dtype=torch.uint8).view(torch.int32).expand(16, 16, 8)
         want, got = (unpack(words, codes, True, way).view(torch.bfloat16) for way in (0, 1))
         assert torch.equal(want.isnan(), got.isnan())
         assert torch.equal(want.nan_to_num(), got.nan_to_num())
+        shifted = unpack(words, lifted, True, 3).view(torch.bfloat16)
+        known = torch.tensor([code % 128 != 127 for code in range(first, first + 32)]).repeat(16)
+        assert torch.equal(shifted[fits & known], (want.float() * 2.0**-60).bfloat16()[fits & known])
+        assert shifted.view(16, 16, 32)[-1, -1].isnan().all()
+        assert not shifted.view(16, 16, 32)[12, 3:].isfinite().any()
 
 
 @pytest.mark.parametrize("block_n", [64, 32])
