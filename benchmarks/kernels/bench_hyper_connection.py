@@ -76,14 +76,13 @@ JOINT = {
 PROMPT = prompt_kernel.Launch(block=64, shares=8, width=32, warps=8, registers=128)
 PROMPTS = [
     PROMPT,
-    replace(PROMPT, stages=2),
-    replace(PROMPT, shares=4),
+    *(replace(PROMPT, **other) for other in ({"between": False}, {"stages": 2}, {"backwards": False})),
     replace(PROMPT, block=128, warps=16, stages=2),
+    replace(PROMPT, width=64, warps=16),
     replace(PROMPT, width=64, stages=2, registers=255),
-    replace(PROMPT, warps=4, registers=168),
-    replace(PROMPT, backwards=False),
+    *(replace(PROMPT, shares=16, stages=stages, whole=True) for stages in (1, 2)),
 ]
-"""Of expand and collapse in two kernels at ``PROMPT_ROWS`` and more; none is in use yet."""
+"""Of expand and collapse in two kernels or one at ``PROMPT_ROWS`` and more; none is in use yet."""
 PROMPT_ROWS = 2048
 
 
@@ -295,10 +294,9 @@ def compile_one(job: tuple[int, Launch | prompt_kernel.Launch | None]) -> None:
     made = arguments(rows, seed=0)
     try:
         if isinstance(launch, prompt_kernel.Launch):
-            given = dict(
-                zip(("output", "post", "mix"), pre_kernel.hyper_connection_pre(**made, **SETTINGS), strict=True)
-            )
-            prompt_kernel.hyper_connection_post_pre(**made, **SETTINGS, **given, launch=launch)
+            normed, post, mix = pre_kernel.hyper_connection_pre(**made, **SETTINGS)
+            given: dict[str, Any] = {**made, "output": normed, "post": post, "mix": mix}
+            prompt_kernel.hyper_connection_post_pre(**given, **SETTINGS, launch=launch)
             torch.cuda.synchronize()
             return
         if launch is None:

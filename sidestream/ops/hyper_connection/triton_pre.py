@@ -295,7 +295,8 @@ def _finish(
             gdc_wait()
         if OVERLAP and LATE:
             gdc_launch_dependents()
-        spread(partials, base, bias, post, mix, norm_eps, eps, T, 4 * H, SHARES, ROWS, ITERS, FACTORS, FAST)
+        first = program.to(tl.int64) * ROWS
+        spread(partials, base, bias, post, mix, first, norm_eps, eps, T, 4 * H, SHARES, ROWS, ITERS, FACTORS, FAST)
     else:
         row = (program - iterating).to(tl.int64)
         if BACKWARDS:
@@ -313,15 +314,39 @@ def _finish(
             gdc_wait()
         if OVERLAP and LATE:
             gdc_launch_dependents()
-        share = tl.arange(0, SHARES)
-        sums = tl.sum(tl.load(partials + (row * SHARES + share[:, None]) * 32 + column[None, :]), axis=0)
-        inverse = tl.rsqrt(tl.sum(tl.where(column == 24, sums, 0.0), axis=0) / (4 * H) + norm_eps)
-        pre = tl.sigmoid(sums * inverse + bias) + eps
-        total = tl.sum(tl.where(column == 0, pre, 0.0), axis=0) * x0.to(tl.float32)
-        total += tl.sum(tl.where(column == 1, pre, 0.0), axis=0) * x1.to(tl.float32)
-        total += tl.sum(tl.where(column == 2, pre, 0.0), axis=0) * x2.to(tl.float32)
-        total += tl.sum(tl.where(column == 3, pre, 0.0), axis=0) * x3.to(tl.float32)
-        total = rounded(total, normed.dtype.element_ty, NARROW)
-        scale = tl.rsqrt(tl.sum(total * total, axis=0) / H + norm_eps)
-        result = rounded(total * scale, normed.dtype.element_ty, NARROW) * weight
-        tl.store(normed + row * H + h, narrowed(result, normed.dtype.element_ty, NARROW), mask=h < H)
+        collapse(x0, x1, x2, x3, weight, bias, partials, row, normed, norm_eps, eps, H, BLOCK, SHARES, NARROW)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def collapse(
+    x0: tl.tensor,
+    x1: tl.tensor,
+    x2: tl.tensor,
+    x3: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    partials: tl.tensor,
+    row: tl.tensor,
+    normed: tl.tensor,
+    norm_eps: tl.tensor,
+    eps: tl.tensor,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHARES: tl.constexpr,
+    NARROW: tl.constexpr,
+) -> None:
+    """Write the normed collapse of a row, from its four streams and partial products."""
+    column = tl.arange(0, 32)
+    h = tl.arange(0, BLOCK)
+    share = tl.arange(0, SHARES)
+    sums = tl.sum(tl.load(partials + (row * SHARES + share[:, None]) * 32 + column[None, :]), axis=0)
+    inverse = tl.rsqrt(tl.sum(tl.where(column == 24, sums, 0.0), axis=0) / (4 * H) + norm_eps)
+    pre = tl.sigmoid(sums * inverse + bias) + eps
+    total = tl.sum(tl.where(column == 0, pre, 0.0), axis=0) * x0.to(tl.float32)
+    total += tl.sum(tl.where(column == 1, pre, 0.0), axis=0) * x1.to(tl.float32)
+    total += tl.sum(tl.where(column == 2, pre, 0.0), axis=0) * x2.to(tl.float32)
+    total += tl.sum(tl.where(column == 3, pre, 0.0), axis=0) * x3.to(tl.float32)
+    total = rounded(total, normed.dtype.element_ty, NARROW)
+    scale = tl.rsqrt(tl.sum(total * total, axis=0) / H + norm_eps)
+    result = rounded(total * scale, normed.dtype.element_ty, NARROW) * weight
+    tl.store(normed + row * H + h, narrowed(result, normed.dtype.element_ty, NARROW), mask=h < H)

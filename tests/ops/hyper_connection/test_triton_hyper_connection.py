@@ -18,6 +18,7 @@ ALONE = Launch(block=1, shares=8, depth=32, warps=4, finish_warps=4)
 MANY_ROWS = Launch(block=16, shares=2, depth=64, warps=4, finish_warps=4, sinkhorn_rows=8)
 FACTORS = replace(ONE_ROW, factors=True)
 MANY_FACTORS = replace(MANY_ROWS, factors=True)
+PROMPT = triton_prompts.Launch(block=16, shares=2, width=16, warps=4)
 BF16 = 2 * BF16_STEPS if INTERPRETED else BF16_STEPS
 """The collapse, its norm and the weight round in turn; the interpreter cuts off instead."""
 LAUNCHES = {
@@ -181,15 +182,15 @@ def test_what_both_at_once_take() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
-@pytest.mark.parametrize(("tokens", "hidden"), [(5, 64), (16, 64), (37, 192)])
-def test_post_and_the_next_pre_of_a_prompt(tokens: int, hidden: int, backwards: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", ["forwards", "backwards", "whole"])
+@pytest.mark.parametrize(("tokens", "hidden"), [(5, 96), (19, 64)])
+def test_post_and_the_next_pre_of_a_prompt(tokens: int, hidden: int, kind: str, dtype: torch.dtype) -> None:
     """Streams are those of the kernel that only mixes, bit for bit, and the collapse is theirs."""
     made = inputs(tokens, hidden, dtype)
     output = torch.randn(tokens, hidden + 4).to(DEVICE, dtype)[:, 3 : 3 + hidden]
     post = torch.rand(tokens, 9, device=DEVICE)[:, 2:6].unsqueeze(2)
     mix = torch.rand(4, tokens, 4, device=DEVICE).permute(1, 2, 0)
-    launch = triton_prompts.Launch(block=16, shares=2, width=16, warps=4, backwards=backwards)
+    launch = replace(PROMPT, between=kind != "forwards", backwards=kind == "backwards", whole=kind == "whole")
     streams = made.pop("streams")
     got = triton_prompts.hyper_connection_post_pre(streams, output, post, mix=mix, **made, launch=launch)
     want = triton_post.hyper_connection_post(streams, output, post, mix=mix, launch=triton_post.Launch(32, 4))
@@ -202,11 +203,12 @@ def test_post_and_the_next_pre_of_a_prompt(tokens: int, hidden: int, backwards: 
         torch.testing.assert_close(a, b, rtol=0, atol=FP32_ROUNDING)
 
 
-def test_garbage_in_one_row_of_a_prompt_stays_there() -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["two kernels", "one kernel"])
+def test_garbage_in_one_row_of_a_prompt_stays_there(whole: bool) -> None:
     made = inputs(21, 64, torch.float32)
     streams, output = made.pop("streams"), torch.randn(21, 64, device=DEVICE)
     post, mix = torch.rand(21, 4, 1, device=DEVICE), torch.rand(21, 4, 4, device=DEVICE)
-    launch = triton_prompts.Launch(block=16, shares=2, width=16, warps=4)
+    launch = replace(PROMPT, whole=whole)
     clean = triton_prompts.hyper_connection_post_pre(streams, output, post, mix=mix, **made, launch=launch)
     output[[0, 17, 20]] = torch.nan
     dirty = triton_prompts.hyper_connection_post_pre(streams, output, post, mix=mix, **made, launch=launch)
