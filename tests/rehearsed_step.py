@@ -1,5 +1,5 @@
 """Run by ``test_step_operators.py`` in a process of its own: it pretends that there is a GPU, and lists what torch does
-there in a captured decode besides launching kernels of ours."""
+there in a captured decode, and in a step with a prompt, besides launching kernels of ours."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import rehearsal
 from sidestream.config.engine import EngineConfig
+from sidestream.engine.memory_probe import without_graphs
+from sidestream.engine.scratch_steps import scratch_chunk
 from tests.rehearsed_start import SMALL
 
 
@@ -51,10 +54,17 @@ def main() -> None:
         with runner.on_device():
             shapes = [plan for plan in runner.graphs.dispatcher.captures() if plan.key.uniform and plan.key.tokens == 8]
             runner.capture(shapes=shapes)  # constants and static buffers are there now
-            with Operators() as operators:
+            with Operators() as decode:
                 runner.graphs.runner._captured.clear()
                 runner.capture(shapes=shapes)
-    print(json.dumps(operators.found))
+            chunks = [scratch_chunk(config.block_size, 5000, 1, decode=True)] * 3
+            chunks.append(scratch_chunk(config.block_size, 5000, 40, decode=False))  # padded, since 43 is no bucket
+            tokens = [0] * sum(chunk.length for chunk in chunks)
+            with without_graphs(runner), torch.inference_mode():
+                runner.forward(chunks, tokens)
+                with Operators() as prompt:
+                    runner.forward(chunks, tokens)
+    print(json.dumps({"decode": decode.found, "prompt": prompt.found}))
 
 
 if __name__ == "__main__":

@@ -44,13 +44,13 @@ def across_break(
 
 
 def break_without_result(name: str, kind: str, body: Callable[..., None], *inputs: torch.Tensor | None) -> None:
-    """``across_break`` of a body that leaves its result elsewhere, in memory that lasts."""
-    context = get_forward_context()
-    if context.boundary is None and not context.inputs.capturable:
+    """``across_break`` of a body that leaves its result elsewhere, in memory that lasts, and whose bits depend on no
+    strides: a plain call takes the inputs as they lie."""
+    boundary = get_forward_context().boundary
+    if boundary is None:
         body(*inputs)
         return
-    held = _compact(inputs) if context.boundary is None else _hold(context.boundary, kind, inputs)
-    eager_break_during_capture(body, name=name)(*held)
+    eager_break_during_capture(body, name=name)(*_hold(boundary, kind, inputs))
 
 
 def _hold(boundary: Boundary, kind: str, inputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -87,8 +87,10 @@ def select_topk(
     assert scale > 0, f"scale {scale} would change the order of scores"
     assert out.shape[1] == topk + kpool - 1, f"top-k rows of {out.shape[1]}, need {topk + kpool - 1}"
     scratch = scratch_of(q, scratch_bytes)
-    q = rotate_leading(q, cos, sin, interleaved=interleaved)
-    select = _Selection(q, weights.float(), keys, block_table, positions, topk // kpool, kpool, out, scratch)
+    # Bits of products may depend on strides.
+    q = rotate_leading(q, cos, sin, interleaved=interleaved).contiguous()
+    weights = weights.float().contiguous()
+    select = _Selection(q, weights, keys, block_table, positions, topk // kpool, kpool, out, scratch)
     length = decode_length(segments, num_decode)
     visible = [segment.end_position // kpool for segment in segments[:num_decode]]
     heads, dim = q.shape[1], q.shape[2]
