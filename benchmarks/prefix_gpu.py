@@ -24,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,6 +45,8 @@ SLICE_A = Path(__file__).parent / "configs" / "glm5-next-slice-a.json"
 SHORTER_BAR = 10.0
 NOTHING_SHARED_BAR = 1.01
 INTERVAL_TOKENS = 2048
+PROFILED = 6
+"""Turns of each kind."""
 PHASES = ("to add", "to begin the model", "to launch", "to the first token")
 """From a request's arrival."""
 
@@ -244,25 +247,28 @@ def alone(run: Run, built: BuiltEngine, args: argparse.Namespace, case: dict[str
             found = {name: statistics.median(own[1:]) * 1e6 for name, own in ends.items()}
             case[f"median us {phase}"] = found | {"of pairs, more": statistics.median(pairs)}
         run.write()
-        turns = {name: operator_times(partial(one, name), args.device) for name in cores}
+        turns = {name: Counter[str]() for name in cores}
+        for turn in range(PROFILED):  # in turns, as clocks and temperature drift
+            for name in list(cores)[:: 1 if turn % 2 else -1]:
+                for kernel, us in operator_times(partial(one, name, turn), args.device).items():
+                    turns[name][kernel] += us / PROFILED
     finally:
         model.forward = real  # type: ignore[method-assign]
     case["us of operators a turn"] = {name: sum(found.values()) for name, found in turns.items()}
-    more = {name: turns["on"].get(name, 0.0) - turns["off"].get(name, 0.0) for name in {**turns["on"], **turns["off"]}}
+    more = {name: turns["on"][name] - turns["off"][name] for name in {**turns["on"], **turns["off"]}}
     case["us more, of those that differ most"] = dict(sorted(more.items(), key=lambda item: -abs(item[1]))[:8])
 
 
-def operator_times(turn: Callable[[int], float], device: str) -> dict[str, float]:
-    """Microseconds a turn of each kernel, on a CPU of each operator, by torch's profiler: the mean of four."""
+def operator_times(turn: Callable[[], float], device: str) -> dict[str, float]:
+    """Microseconds of each kernel in a turn, on a CPU of each operator, by torch's profiler."""
     on_gpu = device == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as recorded:
-        for i in range(4):
-            turn(i)
+        turn()
         if on_gpu:
             torch.cuda.synchronize()
     found = recorded.key_averages()
-    return {each.key: (each.self_device_time_total if on_gpu else each.self_cpu_time_total) / 4 for each in found}
+    return {each.key: each.self_device_time_total if on_gpu else each.self_cpu_time_total for each in found}
 
 
 def nothing_shared(run: Run, built: BuiltEngine, args: argparse.Namespace, case: dict[str, Any]) -> None:
