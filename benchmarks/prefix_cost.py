@@ -8,6 +8,10 @@ handed out evicts one. What a pool without a cache takes for the same blocks is 
 
 Microseconds are a fixed part a request and a part a block; the last line of each kind says which, and how long a prompt
 may be for 20 microseconds, with hashing (which reads each token once) and without.
+
+With ``--phases TOKENS`` instead: one prompt alone that shares nothing goes through the scheduler, with a full cache and
+without, in turns, and its step is laid out. Caches of the processor are emptied before each phase, as a model's step
+would.
 """
 
 from __future__ import annotations
@@ -18,12 +22,21 @@ import json
 import random
 import statistics
 import time
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from sidestream.attention.step_inputs import StepInputsBuilder
 from sidestream.cache.block_hashes import BlockHashes, chain_root
 from sidestream.cache.block_pool import BlockPool
 from sidestream.cache.prefix_cache import PrefixCache
 from sidestream.cache.prefix_stats import PrefixStats
+from sidestream.core.request import Request
+from sidestream.core.sampling_params import SamplingParams
+from sidestream.scheduler.config import SchedulerConfig
+from sidestream.scheduler.scheduler import Scheduler
 
 BLOCK = 64
 BAR_US = 20.0
@@ -56,8 +69,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cached-blocks", type=int, default=10_000)
     parser.add_argument("--requests", type=int, default=300, help="prompts of up to 512 tokens; fewer longer ones")
+    parser.add_argument("--phases", type=int, metavar="TOKENS", help="of a step, for one prompt of this length")
+    parser.add_argument("--turns", type=int, default=100, help="of --phases")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.phases is not None:
+        if args.phases < 1 or args.turns < 1:
+            parser.error(f"--phases {args.phases} and --turns {args.turns} must be at least 1")
+        phases = measure_phases(args.phases, args.turns)
+        print(json.dumps(phases, indent=1))
+        if args.json:
+            args.json.write_text(json.dumps(phases, indent=1) + "\n")
+        return
     print(f"median us a request at {args.cached_blocks} cached blocks of {BLOCK} tokens; hashing is listed apart")
     results: dict[str, object] = {"cached_blocks": args.cached_blocks, "block_size": BLOCK}
     for snapshots in (None, 64):
@@ -157,6 +180,71 @@ def run(cache: PrefixCache, tokens: tuple[int, ...] | list[int], times: Times) -
     cache.blocks.release(blocks)
     cache.close(sequence)
     times.add("close", begin)
+
+
+def measure_phases(length: int, turns: int) -> dict[str, dict[str, float]]:
+    """Median us of each phase with the cache and without, and by how much it is more, the median of pairs."""
+    blocks = max(2600, 2 * length // BLOCK)
+    limits = SchedulerConfig(
+        max_num_seqs=16,
+        max_num_batched_tokens=length,
+        max_model_len=length + 64,
+        block_size=BLOCK,
+        num_blocks=blocks,
+        num_slots=17,
+        uses_blocks=True,
+        uses_slots=True,
+    )
+    cached = replace(limits, prefix_caching=True, needs_snapshots=True, num_snapshots=48)
+    schedulers = {"on": Scheduler(cached), "off": Scheduler(limits)}
+    builder = StepInputsBuilder(block_size=BLOCK, conv_size=4, kpool=4, rollback=0, capturable=True)
+    rng, spoil = random.Random(3), spoiler()
+
+    def one(name: str, turn: int) -> Times:
+        scheduler, times = schedulers[name], Times()
+        prompt = tuple(rng.randrange(32_000) for _ in range(length))
+        request = Request(f"{turn}", prompt, SamplingParams(temperature=0.0), 0, 1, frozenset(), ())
+
+        def timed(phase: str, work: Callable[[], Any]) -> Any:
+            spoil()
+            begin = time.perf_counter()
+            found = work()
+            times.add(phase, begin)
+            return found
+
+        timed("enter", lambda: scheduler.add(request))
+        step = timed("plan", scheduler.schedule)
+        timed("lay out", lambda: builder.build(step.chunks, prompt, rows=length))
+        timed("remember, behind the launch", scheduler.remember)
+        timed("commit", lambda: scheduler.commit(step, {request.request_id: 1}))
+        return times
+
+    while not schedulers["on"].prefix_stats.blocks_evicted:
+        one("on", 0)
+    found: dict[str, dict[str, list[float]]] = {}
+    for turn in range(turns):
+        for name in ("on", "off")[:: 1 if turn % 2 else -1]:
+            for phase, us in one(name, turn).parts.items():
+                found.setdefault(phase, {}).setdefault(name, []).extend(us)
+    medians = {phase: {name: statistics.median(us) for name, us in own.items()} for phase, own in found.items()}
+    for phase, own in found.items():
+        medians[phase]["more"] = statistics.median(on - off for on, off in zip(own["on"], own["off"], strict=True))
+    return {phase: {name: round(us, 1) for name, us in own.items()} for phase, own in medians.items()}
+
+
+def spoiler() -> Callable[[], None]:
+    """Pushes data and code out of the processor's caches."""
+    memory = array("q", bytes(64 << 20))
+    names: dict[str, Any] = {}
+    exec("".join(f"def f{i}(x): return [x + {i}, (x, {i}), {{'x': x * {i}}}]\n" for i in range(3000)), names)
+    functions = [names[f"f{i}"] for i in range(3000)]
+
+    def spoil() -> None:
+        sum(memory[::8])
+        for function in functions:
+            function(3)
+
+    return spoil
 
 
 if __name__ == "__main__":
