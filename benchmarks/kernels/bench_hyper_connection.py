@@ -27,7 +27,6 @@ from sidestream.ops.hyper_connection import reference, torch_impl
 from sidestream.ops.hyper_connection import triton_post as post_kernel
 from sidestream.ops.hyper_connection import triton_post_pre as joint_kernel
 from sidestream.ops.hyper_connection import triton_pre as pre_kernel
-from sidestream.ops.hyper_connection import triton_prompts as prompt_kernel
 from sidestream.ops.hyper_connection.triton_pre import Launch
 from sidestream.ops.norm import triton_norms
 
@@ -46,7 +45,6 @@ PRODUCTS = {
     + [(1, 128, 128, 4), (1, 64, 256, 4), (1, 256, 64, 4)],
     8: [(16, s, d, w) for s, d, w in ((128, 128, 4), (64, 256, 4), (256, 64, 4))],
     64: [(b, s, d, 4) for b, s, d in ((64, 128, 128), (64, 64, 64), (32, 128, 128), (64, 256, 64), (16, 128, 128))],
-    2048: [(64, 8, 64, 4)],
     8192: [(b, s, d, w) for b, s, d, w in ((64, 8, 64, 4), (64, 4, 64, 4), (128, 4, 64, 8))],
 }
 """By rows: (block, shares, depth, warps)."""
@@ -72,18 +70,6 @@ JOINT = {
     64: [(16, 64, 256, 4), (32, 64, 256, 8), (64, 64, 256, 8), (64, 128, 128, 4), (16, 32, 512, 8)],
 }
 """By rows: (block, shares, depth, warps) of expand and collapse in two kernels."""
-
-PROMPT = prompt_kernel.Launch(block=64, shares=8, width=32, warps=8, registers=128)
-PROMPTS = [
-    PROMPT,
-    *(replace(PROMPT, **other) for other in ({"between": False}, {"stages": 2}, {"backwards": False})),
-    replace(PROMPT, block=128, warps=16, stages=2),
-    replace(PROMPT, width=64, warps=16),
-    replace(PROMPT, width=64, stages=2, registers=255),
-    *(replace(PROMPT, shares=16, stages=stages, whole=True) for stages in (1, 2)),
-]
-"""Of expand and collapse in two kernels or one at ``PROMPT_ROWS`` and more; none is in use yet."""
-PROMPT_ROWS = 2048
 
 
 def arguments(rows: int, seed: int) -> dict[str, Any]:
@@ -227,78 +213,15 @@ def joint_times(rows: int, sets: list[dict[str, Any]], launches: list[Launch]) -
     return times
 
 
-def prompt_times(rows: int, sets: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Microseconds of ``PROMPTS``: both kernels, the first alone, the second alone. Beside them what is in use."""
-    made = sets[0]
-    weights = reference.hyper_connection_pre(**made, **SETTINGS)
-    output, post, mix = weights
-    new = reference.hyper_connection_post(made["streams"], output, post, mix=mix)
-    want = (new, *reference.hyper_connection_pre(**{**made, "streams": new}, **SETTINGS))
-    expanded = lambda made: post_kernel.hyper_connection_post(made["streams"], output, post, mix=mix)  # noqa: E731
-    rest = {"base": made["base"], "norm_weight": made["norm_weight"], **SETTINGS}
-    collapse = pre_kernel.launch_for(rows, STREAMS * HIDDEN)
-
-    def usual(made: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-        out = expanded(made)
-        return (out, *pre_kernel.hyper_connection_pre(out, made["fn"], **rest))
-
-    exact = usual(made)
-    partials = torch.zeros(rows, collapse.shares, pre_kernel.COLUMNS, device="cuda")
-    times = {
-        "in use": [
-            timed(usual, sets),
-            timed(expanded, sets),
-            timed(lambda made: pre_kernel.finish(made["streams"], partials, **rest, launch=collapse), sets),
-        ]
-    }
-    for launch in PROMPTS:
-        whole = lambda made, launch=launch: prompt_kernel.hyper_connection_post_pre(  # noqa: E731
-            made["streams"], output, post, made["fn"], made["base"], mix=mix, norm_weight=made["norm_weight"],
-            **SETTINGS, launch=launch,
-        )  # fmt: skip
-        first = lambda made, launch=launch: prompt_kernel.mixed(  # noqa: E731
-            made["streams"], output, post, made["fn"], mix=mix, launch=launch
-        )
-        name = str(launch)
-        times[name] = [float("inf")]
-        try:
-            got, again = whole(made), whole(made)
-        except Exception as fault:  # noqa: BLE001  # a variant that cannot be launched is a result
-            print(f"{type(fault).__name__} at {rows} rows: {str(fault)[:120]} {name}")
-            continue
-        parts = ("streams", "input", "post", "mix")
-        errors = {part: error(a, b) for part, a, b in zip(parts, got, want, strict=True)}
-        same = all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
-        streams = torch.equal(got[0], exact[0])
-        # rounded streams differ from the formula's by a bf16 step here and there, which moves what follows
-        if not (same and streams and all(errors[part] < 10 * WORST[part] for part in parts)):
-            print(f"WRONG at {rows} rows: {errors}, repeats equal {same}, streams as in use {streams}: {name}")
-            continue
-        second = replace(collapse, shares=launch.shares, backwards=launch.backwards)
-        partials = torch.zeros(rows, launch.shares, pre_kernel.COLUMNS, device="cuda")
-        times[name] = [
-            timed(whole, sets),
-            timed(first, sets),
-            timed(lambda made: pre_kernel.finish(made["streams"], partials, **rest, launch=second), sets),  # noqa: B023
-        ]
-    return times
-
-
 def short(launch: object) -> str:
     return re.sub(r"(\w+)=False, |, (\w+)=False|sinkhorn_rows=1, |=True", "", str(launch))
 
 
-def compile_one(job: tuple[int, Launch | prompt_kernel.Launch | None]) -> None:
+def compile_one(job: tuple[int, Launch | None]) -> None:
     """In a process of its own: fill Triton's cache on disk. No launch is expand and collapse apart, and the table's."""
     rows, launch = job
     made = arguments(rows, seed=0)
     try:
-        if isinstance(launch, prompt_kernel.Launch):
-            normed, post, mix = pre_kernel.hyper_connection_pre(**made, **SETTINGS)
-            given: dict[str, Any] = {**made, "output": normed, "post": post, "mix": mix}
-            prompt_kernel.hyper_connection_post_pre(**given, **SETTINGS, launch=launch)
-            torch.cuda.synchronize()
-            return
         if launch is None:
             for ahead in (False, True):
                 both(made, None, replace(post_kernel.launch_for(rows), ahead=ahead))
@@ -330,11 +253,7 @@ def main() -> None:
     began = time.monotonic()
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "shapes": {}}
     with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        tried: list[tuple[int, Launch | prompt_kernel.Launch | None]] = []
-        if not options.joint:
-            tried += [(PROMPT_ROWS, prompt) for prompt in PROMPTS]
-        if not options.tables:
-            tried += [(rows, launch) for rows in JOINT for launch in [None, *joint_launches(rows)]]
+        tried = [] if options.tables else [(rows, launch) for rows in JOINT for launch in [None, *joint_launches(rows)]]
         list(pool.map(compile_one, tried))
     print(f"compiled after {time.monotonic() - began:.0f} s")
     for rows in sorted(JOINT if options.joint else PRODUCTS):
@@ -363,7 +282,6 @@ def main() -> None:
             collapses, expands = collapse_times(rows, sets, began + BUDGET_S), expand_times(rows, sets)
             launches = best(collapses), best(expands)
             together["best launches"] = timed(lambda made: both(made, *launches), sets)  # noqa: B023
-        prompts = prompt_times(rows, sets) if rows >= PROMPT_ROWS else {}
         x, weight = sets[0]["streams"][:, 0].contiguous(), sets[0]["norm_weight"][0]
         together["rms_norm alone"] = timed(lambda _: triton_norms.rms_norm(x, weight, 1e-5), sets)  # noqa: B023
         if rows <= 64 and not options.joint:
@@ -376,7 +294,6 @@ def main() -> None:
             "together_us": together,
             "joint_us": joint,
             "parts_us": parts,
-            "prompts_us": prompts,
         }
         keep(options.out, results)
         print(f"\n{rows} rows: floor {floor:.1f} us, bar {BARS.get(rows, '-')} us")
@@ -384,13 +301,9 @@ def main() -> None:
             for launch, value in sorted(times.items(), key=lambda item: item[1])[:8]:
                 alone = "".join(f" {part:6.2f}" for part in parts.get(str(launch), ()))
                 print(f"  {title:8s} {value:8.2f} us {alone} {short(launch)}")
-        for launch, spans in sorted(prompts.items(), key=lambda item: item[1]):
-            print(f"  prompts  {' '.join(f'{span:8.2f}' for span in spans)} us {short(launch)}")
         del sets
     print(f"\n{time.monotonic() - began:.0f} s")
-    shapes = results["shapes"].values()
-    joints = [value for shape in shapes for value in shape["joint_us"].values()]
-    if float("inf") in [*joints, *(spans[0] for shape in shapes for spans in shape["prompts_us"].values())]:
+    if any(float("inf") in shape["joint_us"].values() for shape in results["shapes"].values()):
         raise SystemExit("a variant is wrong or does not run: see above")
 
 

@@ -15,7 +15,6 @@ ROOT = Path(__file__).parents[2]
 OF_BF16 = {
     "hyper_connection/triton_post_pre.py": {"_mix_and_multiply_rows"},
     "hyper_connection/triton_pre.py": {"multiplied"},
-    "hyper_connection/triton_prompts.py": {"_mix_and_multiply_block"},
     "indexer/triton_decode.py": {"_score_tile"},
     "indexer/triton_prefill.py": {"_score_tile"},
     "kda/triton_blocks.py": {"product"},

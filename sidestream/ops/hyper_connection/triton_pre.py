@@ -45,7 +45,6 @@ class Launch:
         late: let the kernel behind each start once it has waited, not at once: kernels that start each other without
             waiting pile up, and crowd where there is room first.
         factors: Sinkhorn iterates factors of rows and columns rather than the matrix.
-        backwards: the second kernel collapses the last row first, for where the kernel before wrote it last.
     """
 
     block: int
@@ -58,7 +57,6 @@ class Launch:
     early: bool = False
     factors: bool = False
     late: bool = False
-    backwards: bool = False
 
 
 def launch_for(rows: int, width: int) -> Launch:
@@ -168,7 +166,6 @@ def finish(
         OVERLAP=overlap,
         FRESH=fresh,
         LATE=launch.late,
-        BACKWARDS=launch.backwards,
         FAST=compiled,
         NARROW=compiled and streams.dtype == torch.bfloat16,
         num_warps=launch.finish_warps,
@@ -280,7 +277,6 @@ def _finish(
     OVERLAP: tl.constexpr,
     FRESH: tl.constexpr,
     LATE: tl.constexpr,
-    BACKWARDS: tl.constexpr,
     FAST: tl.constexpr,
     NARROW: tl.constexpr,
 ) -> None:
@@ -295,12 +291,9 @@ def _finish(
             gdc_wait()
         if OVERLAP and LATE:
             gdc_launch_dependents()
-        first = program.to(tl.int64) * ROWS
-        spread(partials, base, bias, post, mix, first, norm_eps, eps, T, 4 * H, SHARES, ROWS, ITERS, FACTORS, FAST)
+        spread(partials, base, bias, post, mix, norm_eps, eps, T, 4 * H, SHARES, ROWS, ITERS, FACTORS, FAST)
     else:
         row = (program - iterating).to(tl.int64)
-        if BACKWARDS:
-            row = T - 1 - row
         h = tl.arange(0, BLOCK)
         x = streams + row * 4 * H + h
         weight = tl.load(norm_weight + h, mask=h < H, other=0.0).to(tl.float32)
@@ -314,39 +307,15 @@ def _finish(
             gdc_wait()
         if OVERLAP and LATE:
             gdc_launch_dependents()
-        collapse(x0, x1, x2, x3, weight, bias, partials, row, normed, norm_eps, eps, H, BLOCK, SHARES, NARROW)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def collapse(
-    x0: tl.tensor,
-    x1: tl.tensor,
-    x2: tl.tensor,
-    x3: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    partials: tl.tensor,
-    row: tl.tensor,
-    normed: tl.tensor,
-    norm_eps: tl.tensor,
-    eps: tl.tensor,
-    H: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SHARES: tl.constexpr,
-    NARROW: tl.constexpr,
-) -> None:
-    """Write the normed collapse of a row, from its four streams and partial products."""
-    column = tl.arange(0, 32)
-    h = tl.arange(0, BLOCK)
-    share = tl.arange(0, SHARES)
-    sums = tl.sum(tl.load(partials + (row * SHARES + share[:, None]) * 32 + column[None, :]), axis=0)
-    inverse = tl.rsqrt(tl.sum(tl.where(column == 24, sums, 0.0), axis=0) / (4 * H) + norm_eps)
-    pre = tl.sigmoid(sums * inverse + bias) + eps
-    total = tl.sum(tl.where(column == 0, pre, 0.0), axis=0) * x0.to(tl.float32)
-    total += tl.sum(tl.where(column == 1, pre, 0.0), axis=0) * x1.to(tl.float32)
-    total += tl.sum(tl.where(column == 2, pre, 0.0), axis=0) * x2.to(tl.float32)
-    total += tl.sum(tl.where(column == 3, pre, 0.0), axis=0) * x3.to(tl.float32)
-    total = rounded(total, normed.dtype.element_ty, NARROW)
-    scale = tl.rsqrt(tl.sum(total * total, axis=0) / H + norm_eps)
-    result = rounded(total * scale, normed.dtype.element_ty, NARROW) * weight
-    tl.store(normed + row * H + h, narrowed(result, normed.dtype.element_ty, NARROW), mask=h < H)
+        share = tl.arange(0, SHARES)
+        sums = tl.sum(tl.load(partials + (row * SHARES + share[:, None]) * 32 + column[None, :]), axis=0)
+        inverse = tl.rsqrt(tl.sum(tl.where(column == 24, sums, 0.0), axis=0) / (4 * H) + norm_eps)
+        pre = tl.sigmoid(sums * inverse + bias) + eps
+        total = tl.sum(tl.where(column == 0, pre, 0.0), axis=0) * x0.to(tl.float32)
+        total += tl.sum(tl.where(column == 1, pre, 0.0), axis=0) * x1.to(tl.float32)
+        total += tl.sum(tl.where(column == 2, pre, 0.0), axis=0) * x2.to(tl.float32)
+        total += tl.sum(tl.where(column == 3, pre, 0.0), axis=0) * x3.to(tl.float32)
+        total = rounded(total, normed.dtype.element_ty, NARROW)
+        scale = tl.rsqrt(tl.sum(total * total, axis=0) / H + norm_eps)
+        result = rounded(total * scale, normed.dtype.element_ty, NARROW) * weight
+        tl.store(normed + row * H + h, narrowed(result, normed.dtype.element_ty, NARROW), mask=h < H)

@@ -13,7 +13,6 @@ def spread(
     bias: tl.tensor,
     post: tl.tensor,
     mix: tl.tensor,
-    row: tl.tensor,
     norm_eps: tl.tensor,
     eps: tl.tensor,
     T: tl.tensor,
@@ -24,14 +23,14 @@ def spread(
     FACTORS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    """post and mix of ``ROWS`` rows from ``row`` on. Entries are scalars for one row, a thread's own for many: no step
-    crosses threads.
+    """post and mix of some rows. Entries are scalars for one row, a thread's own for many: no step crosses threads.
 
     With ``FACTORS`` the matrix stays as it is, and what its rows and columns are divided by is iterated instead: a row
     of entries / column[j], times 1 / row[i], over its sum plus eps, is that row over (its sum + eps * row[i]), whatever
     row[i] was. Such a sum takes two reciprocals, of products of two divisors each, and one addition behind them; four
     of these numbers go into the next. The matrix itself takes four reciprocals, a product, and three additions.
     """
+    row = tl.program_id(0).to(tl.int64) * ROWS
     column = tl.arange(0, 32)
     share = tl.arange(0, SHARES)
     if ROWS == 1:

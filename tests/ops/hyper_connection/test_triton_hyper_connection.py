@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sidestream.ops.hyper_connection import reference, triton_post, triton_post_pre, triton_pre, triton_prompts
+from sidestream.ops.hyper_connection import reference, triton_post, triton_post_pre, triton_pre
 from sidestream.ops.hyper_connection.triton_pre import Launch
 from tests.ops.triton_mode import DEVICE, INTERPRETED
 from tests.tolerances import BF16_STEPS, FP32_ROUNDING
@@ -18,7 +18,6 @@ ALONE = Launch(block=1, shares=8, depth=32, warps=4, finish_warps=4)
 MANY_ROWS = Launch(block=16, shares=2, depth=64, warps=4, finish_warps=4, sinkhorn_rows=8)
 FACTORS = replace(ONE_ROW, factors=True)
 MANY_FACTORS = replace(MANY_ROWS, factors=True)
-PROMPT = triton_prompts.Launch(block=16, shares=2, width=16, warps=4)
 BF16 = 2 * BF16_STEPS if INTERPRETED else BF16_STEPS
 """The collapse, its norm and the weight round in turn; the interpreter cuts off instead."""
 LAUNCHES = {
@@ -179,51 +178,3 @@ def test_what_both_at_once_take() -> None:
         made = inputs(rows, hidden, torch.bfloat16)
         given = (made["fn"], made["base"], made["norm_weight"])
         assert triton_post_pre.takes(made["streams"], made["streams"][:, 0], *given) == taken
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["forwards", "backwards", "whole"])
-@pytest.mark.parametrize(("tokens", "hidden"), [(5, 96), (19, 64)])
-def test_post_and_the_next_pre_of_a_prompt(tokens: int, hidden: int, kind: str, dtype: torch.dtype) -> None:
-    """Streams are those of the kernel that only mixes, bit for bit, and the collapse is theirs."""
-    made = inputs(tokens, hidden, dtype)
-    output = torch.randn(tokens, hidden + 4).to(DEVICE, dtype)[:, 3 : 3 + hidden]
-    post = torch.rand(tokens, 9, device=DEVICE)[:, 2:6].unsqueeze(2)
-    mix = torch.rand(4, tokens, 4, device=DEVICE).permute(1, 2, 0)
-    launch = replace(PROMPT, between=kind != "forwards", backwards=kind == "backwards", whole=kind == "whole")
-    streams = made.pop("streams")
-    got = triton_prompts.hyper_connection_post_pre(streams, output, post, mix=mix, **made, launch=launch)
-    want = triton_post.hyper_connection_post(streams, output, post, mix=mix, launch=triton_post.Launch(32, 4))
-    assert torch.equal(got[0], want)
-    collapsed = reference.hyper_connection_pre(got[0], **made)
-    bound = 4 * FP32_ROUNDING if dtype == torch.float32 else BF16
-    torch.testing.assert_close(got[1], collapsed[0], rtol=bound, atol=4 * FP32_ROUNDING)
-    for a, b in zip(got[2:], collapsed[1:], strict=True):
-        assert a.is_contiguous()
-        torch.testing.assert_close(a, b, rtol=0, atol=FP32_ROUNDING)
-
-
-@pytest.mark.parametrize("whole", [False, True], ids=["two kernels", "one kernel"])
-def test_garbage_in_one_row_of_a_prompt_stays_there(whole: bool) -> None:
-    made = inputs(21, 64, torch.float32)
-    streams, output = made.pop("streams"), torch.randn(21, 64, device=DEVICE)
-    post, mix = torch.rand(21, 4, 1, device=DEVICE), torch.rand(21, 4, 4, device=DEVICE)
-    launch = replace(PROMPT, whole=whole)
-    clean = triton_prompts.hyper_connection_post_pre(streams, output, post, mix=mix, **made, launch=launch)
-    output[[0, 17, 20]] = torch.nan
-    dirty = triton_prompts.hyper_connection_post_pre(streams, output, post, mix=mix, **made, launch=launch)
-    kept = [row for row in range(21) if row not in (0, 17, 20)]
-    for a, b in zip(clean, dirty, strict=True):
-        assert torch.equal(a[kept], b[kept])
-        assert a.isfinite().all()
-
-
-def test_what_prompts_take() -> None:
-    for hidden, dtype, taken in (
-        (4096, torch.bfloat16, True),
-        (4096, torch.float32, False),
-        (96, torch.bfloat16, False),
-    ):
-        made = inputs(3, hidden, dtype)
-        given = (made["fn"], made["base"], made["norm_weight"])
-        assert triton_prompts.takes(made["streams"], made["streams"][:, 0], *given) == taken
