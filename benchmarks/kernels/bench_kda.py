@@ -3,10 +3,11 @@
     PYTHONPATH=. python benchmarks/kernels/bench_kda.py [results.json] [--only decodes|prompts] [--rows 8 64]
 
 The shape is GLM-5.3-Flash's: 64 heads of 128, bf16, fp32 state. Floor of a decode step: the state of each row read once
-and written once (8.4 MB) at 4.28 TB/s; times are medians of replayed graphs of 20 calls. Beside it stands what a kernel
-that only scales the states in place takes: nothing that reads and writes them all can be faster. "In a layer" is what a
-step adds to the two projections around it, which decide when it can start and what may start before it ends. Floor of a
-prompt's chunked product: see ``triton_chunked``; times are medians of eager calls.
+and written once (8.4 MB) at 4.28 TB/s; times are medians of graphs of 20 calls, replayed in turns. Beside it stands
+what a kernel that only scales the states in place takes: nothing that reads and writes them all can be faster. "In a
+layer" is what a step adds to the two projections around it, which decide when it can start and what may start before it
+ends. Floor of a prompt's chunked product: see ``triton_chunked``; times are medians of eager calls. A launch that was
+wrong, or for which no time was left (``BENCH_SECONDS`` of it, once all are compiled), makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,54 +29,60 @@ import torch
 import triton
 import triton.language as tl
 
+from benchmarks.kernels.kda_prompts import (
+    CHUNKS,
+    DIM,
+    HEADS,
+    WINDOW,
+    check_chunks,
+    error,
+    time_convolutions,
+    time_prompts,
+)
 from benchmarks.kernels.results import keep, out_file
-from sidestream.core.batch import Split
 from sidestream.core.ring import plan_ring
-from sidestream.ops.kda import mixed_step, reference, torch_chunked, torch_impl, triton_chunked, triton_conv
-from sidestream.ops.kda.torch_impl import ForgetGate
-from sidestream.ops.kda.triton_decode import EARLY_ROWS, Launch, decode_step
-from sidestream.ops.kda.triton_decode import launch_for as decode_launch
+from sidestream.ops.kda import reference, triton_chunked
+from sidestream.ops.kda.triton_decode import PLAIN, Launch, decode_step, usual_launch
 from sidestream.ops.linear import linear, triton_linear
 from sidestream.ops.linear.launches import launch_for
 
-HEADS, DIM, WINDOW, HIDDEN = 64, 128, 4, 4096
+HIDDEN = 4096
 BYTES_PER_S = 4.28e12
 BATCHES = (64, 8, 32, 1, 16, 128, 4, 2)
 """Rows of a step, the weightier first: time may run out."""
 BARS = {1: 8.0, 64: 1.1 * 125.4, 128: 1.1 * 250.9}
 """Microseconds of a decode step, from the convolution to the gated norm."""
-PROMPT, PROMPT_BAR_MS = 8192, 2.5
-"""Tokens, and what the token mixing of one layer may take for them."""
-KEPT = (*(128 << power for power in range(6)), PROMPT - 64)
-"""Places of a prompt whose states the prefix cache keeps: guesses, and its last full block."""
-CALLS, REPLAYS, BUDGET_S = 20, 15, float(os.environ.get("BENCH_SECONDS", "50"))
+CALLS, REPLAYS, BUDGET_S = 20, 15, float(os.environ.get("BENCH_SECONDS", "25"))
 L2_BYTES = 100e6
 WORST = 0.02
 """Relative error in norm: bf16 results against fp32 ones."""
 
-FEW = [
+LATE = Launch(True, early=True, releases=True, late=True)
+MANY = (
     Launch(True, early=True),
-    Launch(True, early=True, releases=True),
-    Launch(False),
-    *(Launch(False, early=True, ahead=ahead) for ahead in (2, 4, 6)),
-    *(Launch(True, early=True, releases=True, ahead=ahead) for ahead in (2, 4, 6)),
-    Launch(True, early=True, releases=True, late=True),
-    Launch(True, early=True, releases=True, late=True, ahead=2),
-    Launch(True, early=True, ahead=6, beyond=4),
-]
-MANY = [
-    Launch(True),
-    Launch(True, rows=64),
-    *(Launch(True, ahead=ahead) for ahead in (2, 4, 6)),
-    *(Launch(True, early=True, ahead=ahead) for ahead in (2, 4, 6)),
-    *(Launch(True, beyond=beyond) for beyond in (2, 4, 6)),
-    Launch(True, early=True, ahead=4, beyond=2),
     Launch(True, streaming=True),
-    Launch(True, early=True, ahead=4, beyond=2, streaming=True),
-]
-"""Launches of decode steps of up to ``EARLY_ROWS`` rows, and of more. A row of states is 4.2 MB: 2, 4 and 6 of them are
-8, 17 and 25 MB of an L2 cache of 50."""
-CHUNKS = [triton_chunked.Launch(), triton_chunked.Launch(blocks=False)]
+    Launch(True, early=True, streaming=True),
+    Launch(True, ahead=4),
+    Launch(True, beyond=4),
+)
+CANDIDATES: dict[int, tuple[Launch, ...]] = {
+    1: (LATE, Launch(True, early=True, releases=True, ahead=2), replace(LATE, ahead=2)),
+    2: (LATE,),
+    4: (LATE,),
+    8: (LATE,),
+    32: MANY,
+    64: MANY,
+    128: (Launch(True, rows=64, streaming=True), Launch(True, rows=64, early=True)),
+}
+"""What is timed beside the launch in use, by rows, the more promising first. A row of states is 4.2 MB: two of them are
+8 MB of an L2 cache of 50, four 17."""
+
+
+def steps_of(batches: Iterable[int]) -> list[Launch]:
+    """What is launched for so many rows, then what is timed beside it, each once."""
+    batches = tuple(batches)
+    usual = [usual_launch(rows) for rows in batches]
+    return list(dict.fromkeys([*usual, *(launch for rows in batches for launch in CANDIDATES.get(rows, ()))]))
 
 
 def arguments(rows: int, seed: int) -> dict[str, Any]:
@@ -107,31 +116,32 @@ def on_cpu(made: dict[str, Any]) -> dict[str, Any]:
     return {**host, "plan": made["plan"].moved([tensor.cpu() for tensor in made["plan"].tensors])}
 
 
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    difference = (got.float().cpu() - want.float()).norm() / want.float().norm()
-    return float(difference.nan_to_num(float("inf")))
+def captured(call: Callable[[dict[str, Any]], object], sets: list[dict[str, Any]]) -> torch.cuda.CUDAGraph:
+    """``CALLS`` calls over the sets in turn."""
+    call(sets[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        for i in range(CALLS):
+            call(sets[i % len(sets)])
+    graph.replay()
+    return graph
 
 
-def timed(call: Callable[[dict[str, Any]], object], sets: list[dict[str, Any]]) -> float:
-    """Median microseconds a call, in replays of a graph of ``CALLS`` over the sets in turn."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call(sets[0])
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for i in range(CALLS):
-                call(sets[i % len(sets)])
-        graph.replay()
-        spans = []
+def timed(calls: Mapping[str, Callable[[dict[str, Any]], object]], sets: list[dict[str, Any]]) -> dict[str, float]:
+    """Median microseconds a call of each, their graphs replayed in turns so that the clock is the same for all."""
+    spans: dict[str, list[float]] = {name: [] for name in calls}
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graphs = {name: captured(call, sets) for name, call in calls.items()}
         for _ in range(REPLAYS):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            spans.append(begin.elapsed_time(end) * 1e3 / CALLS)
-    return statistics.median(spans)
+            for name, graph in graphs.items():
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                spans[name].append(begin.elapsed_time(end) * 1e3 / CALLS)
+    return {name: statistics.median(each) for name, each in spans.items()}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -163,184 +173,101 @@ def check(launch: Launch) -> float:
     return max(error(out, want), error(base["state"][1:], truth["state"][1:]))
 
 
-def check_many(launch: Launch, rows: int) -> float:
-    """Largest relative error against the plain kernel, whose loads nobody ordered; twice the same bits."""
-    base, results = arguments(rows, seed=1), []
-    for tried in (Launch(ordered=False), launch, launch):
+def check_many(launches: Iterable[Launch], rows: int) -> dict[str, float]:
+    """Largest relative error against the plain kernel, whose loads nobody ordered; infinite unless twice the same."""
+    base = arguments(rows, seed=1)
+
+    def step(launch: Launch) -> tuple[torch.Tensor, ...]:
         mine = {**base, **{name: base[name].clone() for name in ("state", "conv_state")}}
         torch.cuda.synchronize()
-        out = decode_step(**mine, launch=tried)
-        results.append((out, mine["state"][1:], mine["conv_state"][WINDOW - 1 :]))
-    plain, first, second = results
-    if not all(map(torch.equal, first, second)):
-        return float("inf")
-    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(first, plain, strict=True))
+        return decode_step(**mine, launch=launch), mine["state"][1:], mine["conv_state"][WINDOW - 1 :]
+
+    plain, found = step(PLAIN), {}
+    for launch in launches:
+        first, second = step(launch), step(launch)
+        errors = (float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(first, plain, strict=True))
+        found[str(launch)] = max(errors) if all(map(torch.equal, first, second)) else float("inf")
+    return found
 
 
-def prompt(tokens: int, heads: int, seed: int) -> tuple[dict[str, torch.Tensor], ForgetGate]:
-    gen = torch.Generator(device="cuda").manual_seed(seed)
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", generator=gen)
-
-    q, k = torch.nn.functional.normalize(randn(2, tokens, heads, DIM), dim=-1).bfloat16().unbind(0)
-    made = {"q": q, "k": k, "v": randn(tokens, heads, DIM).bfloat16(), "forget": randn(tokens, heads, DIM).bfloat16()}
-    gate = ForgetGate(randn(heads * DIM), torch.rand(heads, device="cuda", generator=gen), -5.0)
-    return {**made, "beta": randn(tokens, heads).bfloat16()}, gate
-
-
-def check_chunks(launch: triton_chunked.Launch) -> float:
-    """Largest relative error of output and state: two sequences, one of them continuing."""
-    made, gate = prompt(700, 4, seed=5)
-    state = torch.randn(3, 1, 4, DIM, DIM, device="cuda")
-    truth, where = state.clone(), {"slots": [2, 1], "starts": [9, 0], "lengths": [630, 70]}
-    out = triton_chunked.chunked(**made, gate=gate, state=state, **where, launch=launch)
-    g = torch_impl.gate(made["forget"].flatten(1), gate.dt_bias, gate.A_log, lower_bound=gate.lower_bound)
-    exact = {name: made[name].float() for name in ("q", "k", "v")}
-    want = torch_chunked.chunked(**exact, g=g, beta=made["beta"].float().sigmoid(), state=truth, **where)
-    return max(error(out, want.cpu()), error(state[1:], truth[1:].cpu()))
-
-
-def first_run(launch: Launch | triton_chunked.Launch) -> tuple[float, str]:
-    """In a process of its own, so that launches compile side by side: (error, what went wrong)."""
+def first_run(task: Launch | triton_chunked.Launch | int) -> tuple[float, str]:
+    """In a process of its own, so that all compile side by side: (error, what went wrong). A number is that of the rows
+    of what else is timed, which only compiles."""
+    torch.set_num_threads(1)
     try:
-        found = check(launch) if isinstance(launch, Launch) else check_chunks(launch)
+        if isinstance(task, int):
+            Projections(task)()
+            scale_states(arguments(task, seed=0))
+            return 0.0, ""
+        found = check(task) if isinstance(task, Launch) else check_chunks(task)
     except Exception as problem:  # noqa: BLE001  # a launch that cannot run is a result
         return float("inf"), repr(problem)[:300]
     return found, ""
 
 
-def milliseconds(call: Callable[[], object]) -> float:
-    call()
-    spans = []
-    for _ in range(5):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        spans.append(begin.elapsed_time(end))
-    return statistics.median(spans)
+class Projections:
+    """The two around a decode step, and what they take."""
 
+    def __init__(self, rows: int) -> None:
+        columns, width = 3 * HEADS * DIM + 2 * DIM + HEADS, HEADS * DIM
+        self.x = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
+        self.weight = torch.randn(columns, HIDDEN, device="cuda").bfloat16() / HIDDEN**0.5
+        self.behind = torch.randn(HIDDEN, width, device="cuda").bfloat16() / width**0.5
+        self.mixed = torch.randn(rows, width, device="cuda").bfloat16()
 
-def kernels(call: Callable[[], object]) -> dict[str, float]:
-    """Milliseconds a call of each kernel."""
-    call()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    averages = [entry for entry in profile.key_averages() if entry.self_device_time_total > 0]
-    return {entry.key[:60]: entry.self_device_time_total / 1e3 for entry in averages}
+    def __call__(self, _made: dict[str, Any] | None = None) -> None:
+        linear(self.x, self.weight, None)
+        linear(self.mixed, self.behind, None)
+
+    def around(self, launch: Launch, made: dict[str, Any]) -> None:
+        projected = linear(self.x, self.weight, None)
+        linear(decode_step(**{**made, "projected": projected}, launch=launch), self.behind, None)
 
 
 def time_decodes(
-    launches: list[Launch], batches: list[int], results: dict[str, Any], until: float, path: Path | None
-) -> None:
+    right: Iterable[Launch], batches: Iterable[int], results: dict[str, Any], until: float, path: Path | None
+) -> list[str]:
+    """What is in use at each batch whatever the time, what stands beside it until then. Returns what was not timed."""
+    missed = []
     for rows in batches:
-        state_bytes = 8 * rows * HEADS * DIM * DIM
-        floor = state_bytes / BYTES_PER_S * 1e6
-        count = min(CALLS, max(2, int(L2_BYTES // (state_bytes // 2)) + 1))
-        sets, times = [arguments(rows, seed=i) for i in range(count)], {}
-        tried = [launch for launch in launches if launch in (FEW if rows <= EARLY_ROWS else MANY)]
-        for launch in tried:
-            if time.monotonic() > until:
-                print(f"out of time: {launch} not timed at batch {rows}")
-            else:
-                times[str(launch)] = timed(lambda made, launch=launch: decode_step(**made, launch=launch), sets)
-        parts = {"states scaled in place": timed(scale_states, sets)}
-        in_layer = time_in_layer(tried, sets) if time.monotonic() < until else {}
-        chosen = times.get(str(decode_launch(torch.device("cuda"), rows)))
-        results["shapes"][rows] = {"floor_us": floor, "bar_us": BARS.get(rows), "us": times, "parts_us": parts}
-        results["shapes"][rows]["in_layer_us"] = in_layer
+        usual = usual_launch(rows)
+        wanted = [launch for launch in (usual, *CANDIDATES.get(rows, ())) if launch in right]
+        if time.monotonic() > until:
+            missed += [f"batch {rows}: {launch}" for launch in wanted if launch != usual]
+            wanted = [launch for launch in wanted if launch == usual]
+        found = {"floor_us": 8 * rows * HEADS * DIM * DIM / BYTES_PER_S * 1e6, "bar_us": BARS.get(rows)}
+        results["shapes"][rows] = found | time_steps(wanted, rows) | {"usual": str(usual)}
         keep(path, results)
-        bar = f"{BARS[rows]:.1f}" if rows in BARS else "-"
-        now = f"{chosen:.2f}" if chosen is not None else "-"
-        print(f"batch {rows}: floor {floor:.1f} us, bar {bar} us, as launched {now} us, {parts}")
-        for name, value in sorted(times.items(), key=lambda item: item[1]):
-            layer = f"{in_layer[name]:8.2f} us in a layer" if name in in_layer else ""
-            print(f"  {value:8.2f} us  {value / floor:5.2f} x floor {layer}  {name}")
-        del sets
+        print_steps(rows, results["shapes"][rows])
+    return missed
 
 
-def time_in_layer(launches: list[Launch], sets: list[dict[str, Any]]) -> dict[str, float]:
-    """Microseconds that each launch adds to the projections before and behind it."""
-    rows, columns = sets[0]["projected"].shape
-    x = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
-    weight = torch.randn(columns, HIDDEN, device="cuda").bfloat16() / HIDDEN**0.5
-    behind = torch.randn(HIDDEN, HEADS * DIM, device="cuda").bfloat16() / (HEADS * DIM) ** 0.5
-    mixed = torch.randn(rows, HEADS * DIM, device="cuda").bfloat16()
-
-    def projections(_made: dict[str, Any]) -> None:
-        linear(x, weight, None)
-        linear(mixed, behind, None)
-
-    def layer(made: dict[str, Any], launch: Launch) -> None:
-        projected = linear(x, weight, None)
-        linear(decode_step(**{**made, "projected": projected}, launch=launch), behind, None)
-
-    alone = timed(projections, sets)
-    return {str(one): timed(lambda made, one=one: layer(made, one), sets) - alone for one in launches}
+def time_steps(launches: list[Launch], rows: int) -> dict[str, Any]:
+    """Microseconds of each launch, alone and as what it adds to the projections before and behind it."""
+    count = min(CALLS, max(2, int(L2_BYTES // (4 * rows * HEADS * DIM * DIM)) + 1))
+    sets, around = [arguments(rows, seed=i) for i in range(count)], Projections(rows)
+    calls = {str(launch): partial(_step, launch) for launch in launches}
+    alone = timed({**calls, "states scaled in place": scale_states}, sets)
+    layers = {str(launch): partial(around.around, launch) for launch in launches}
+    layer = timed({**layers, "projections": around}, sets)
+    parts = {"states scaled in place": alone.pop("states scaled in place"), "projections": layer.pop("projections")}
+    added = {name: value - parts["projections"] for name, value in layer.items()}
+    return {"us": alone, "in_layer_us": added, "parts_us": parts}
 
 
-def time_convolutions(results: dict[str, Any], path: Path | None) -> None:
-    """Of one prompt and of many short ones, in which every walk meets a start."""
-    for lengths in ([PROMPT], [100] * (PROMPT // 100)):
-        count, device = len(lengths), torch.device("cuda")
-        starts, slots = [9 * (i % 2) for i in range(count)], list(range(1, count + 1))
-        plan = plan_ring(starts, lengths, slots, window=WINDOW, ring_length=WINDOW - 1, device=device)
-        width, tokens = 3 * HEADS * DIM, sum(lengths)
-        x = torch.randn(tokens, width + 2 * DIM + HEADS, device=device).bfloat16()[:, :width]
-        held = torch.randn((count + 1) * (WINDOW - 1), width, device=device).bfloat16()
-        weight = torch.randn(WINDOW, width, device=device).t()
-        want = torch_impl.short_conv(x, held.clone(), weight, plan=plan).view(tokens, 3, HEADS, DIM).transpose(0, 1)
-        shorter = want[:2].float().square().sum(-1, keepdim=True).add(torch_impl.L2_EPS).rsqrt()
-        want = torch.cat([want[:2] * shorter, want[2:]])
-
-        convolve = partial(triton_conv.heads_conv, x, held, weight, plan=plan, tokens=tokens, first=0, dim=DIM)
-        off = float((convolve().float() - want.float()).norm() / want.float().norm())
-        found = {"ms": milliseconds(convolve), "error": off, "kernels_ms": kernels(convolve)}
-        results["convolution"][f"{count} prompts"] = found
-        keep(path, results)
-        print(f"  {found['ms']:.3f} ms  {count} prompts convolved, off by {off:.1e}  {found['kernels_ms']}")
+def _step(launch: Launch, made: dict[str, Any]) -> None:
+    decode_step(**made, launch=launch)
 
 
-def time_prompts(launches: list[triton_chunked.Launch], results: dict[str, Any], path: Path | None) -> None:
-    made, gate = prompt(PROMPT, HEADS, seed=0)
-    state = torch.zeros(2, 1, HEADS, DIM, DIM, device="cuda")
-    where = {"slots": [1], "starts": [0], "lengths": [PROMPT]}
-    for launch in launches:
-
-        def run(launch: triton_chunked.Launch = launch) -> object:
-            return triton_chunked.chunked(**made, gate=gate, state=state, **where, launch=launch)
-
-        found = {"ms": milliseconds(run), "kernels_ms": kernels(run)}
-        results["chunked"][str(launch)] = found
-        keep(path, results)
-        print(f"  {found['ms']:.3f} ms  {launch}  {found['kernels_ms']}")
-    base = arguments(1, seed=0)
-    plan = plan_ring([0], [PROMPT], [1], window=WINDOW, ring_length=WINDOW - 1, device=torch.device("cuda"))
-    row = base["projected"].shape[1]
-    step = {**base, "projected": torch.randn(PROMPT, row, device="cuda").bfloat16(), "plan": plan, "decodes": 0}
-    step |= {"start": torch.zeros(1, dtype=torch.int64, device="cuda"), "slots": torch.tensor([1], device="cuda")}
-    step |= {"host_slots": [1], "starts": [0], "lengths": [PROMPT]}
-
-    def mix() -> object:
-        return mixed_step(step["projected"], **{name: value for name, value in step.items() if name != "projected"})
-
-    whole = {"ms": milliseconds(mix), "kernels_ms": kernels(mix)}
-    results["mixed_step"] = whole
-    keep(path, results)
-    print(f"mixed step of {PROMPT} tokens: {whole['ms']:.3f} ms, bar {PROMPT_BAR_MS} ms, {whole['kernels_ms']}")
-    kept = (tuple(Split(place, 2 + i) for i, place in enumerate(KEPT)),)
-    step |= {"kept": kept, "state": torch.zeros(2 + len(KEPT), 1, HEADS, DIM, DIM, device="cuda")}
-    step["conv_state"] = base["conv_state"].new_zeros((2 + len(KEPT)) * (WINDOW - 1), 3 * HEADS * DIM)
-    plain = plan_ring([0], [PROMPT], [1], window=WINDOW, ring_length=WINDOW - 1)
-    keeping = plain.with_kept([0], [PROMPT], [1], kept)
-    step["plan"] = keeping.moved([tensor.cuda() for tensor in keeping.tensors])
-    found = {"ms": milliseconds(mix), "kernels_ms": kernels(mix)}
-    results["mixed_step_keeping"] = {**found, "states": len(KEPT)}
-    keep(path, results)
-    print(f"  leaving {len(KEPT)} states: {found['ms']:.3f} ms, {found['ms'] / whole['ms']:.3f} of that")
+def print_steps(rows: int, found: dict[str, Any]) -> None:
+    bar = "-" if found["bar_us"] is None else f"{found['bar_us']:.1f}"
+    parts = ", ".join(f"{name} {value:.1f} us" for name, value in found["parts_us"].items())
+    print(f"batch {rows}: floor {found['floor_us']:.1f} us, bar {bar} us, {parts}")
+    for name, layer in sorted(found["in_layer_us"].items(), key=lambda item: item[1]):
+        alone, mark = found["us"][name], "*" if name == found["usual"] else " "
+        print(
+            f"{mark} {layer:8.2f} us in a layer {alone:8.2f} us alone {alone / found['floor_us']:5.2f} x floor  {name}"
+        )
 
 
 def main() -> None:
@@ -349,35 +276,36 @@ def main() -> None:
     parser.add_argument("--only", choices=("decodes", "prompts"))
     parser.add_argument("--rows", type=int, nargs="+", default=BATCHES, help="of the decode steps that are timed")
     args = parser.parse_args()
+    if min(args.rows) < 1:
+        parser.error(f"--rows {min(args.rows)}: a decode step has at least one row")
+    batches: tuple[int, ...] = () if args.only == "prompts" else tuple(args.rows)
     path = args.out
     began = time.monotonic()
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     results |= {"shapes": {}, "chunked": {}, "convolution": {}}
-    launches: list[Launch | triton_chunked.Launch] = []
-    launches += [] if args.only == "prompts" else FEW + MANY
-    launches += [] if args.only == "decodes" else CHUNKS
-    with ProcessPoolExecutor(min(15, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        found = dict(zip(map(str, launches), pool.map(first_run, launches), strict=True))
-    results["errors"] = {name: value for name, (value, _) in found.items()}
-    for name, (value, problem) in found.items():
-        if not value < WORST:
-            print(f"WRONG by {value:.1e}: {name} {problem}")
-    right = [launch for launch in launches if found[str(launch)][0] < WORST]
-    worst = max((found[str(launch)][0] for launch in right), default=0.0)
-    print(f"{len(right)} of {len(launches)} launches are right, to {worst:.1e}; {time.monotonic() - began:.0f} s")
-    if args.only != "prompts":
-        decodes = [launch for launch in right if isinstance(launch, Launch)]
-        many = {str(launch): check_many(launch, 150) for launch in decodes}
-        results["errors_of_150_rows"] = many
-        for name, value in many.items():
-            if not value < WORST:
-                print(f"WRONG at 150 rows by {value:.1e}: {name}")
-        good = [launch for launch in decodes if many[str(launch)] < WORST]
-        time_decodes(good, args.rows, results, began + BUDGET_S, path)
+    tasks = [*steps_of(batches), *(() if args.only == "decodes" else CHUNKS), *batches]
+    with ProcessPoolExecutor(min(len(tasks), os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        found = dict(zip(tasks, pool.map(first_run, tasks), strict=True))
+    results["errors"] = {str(task): value for task, (value, _) in found.items()}
+    wrong = [f"{task}: {value:.1e} {problem}" for task, (value, problem) in found.items() if not value < WORST]
+    right = [task for task in tasks if found[task][0] < WORST]
+    steps = [task for task in right if isinstance(task, Launch)]
+    if steps:
+        many = results["errors_of_150_rows"] = check_many(steps, 150)
+        wrong += [f"150 rows, {name}: {value:.1e}" for name, value in many.items() if not value < WORST]
+        steps = [launch for launch in steps if many[str(launch)] < WORST]
+    worst = max((found[task][0] for task in right), default=0.0)
+    compiled = time.monotonic()
+    print(f"{len(right)} of {len(tasks)} launches and projections are right, to {worst:.1e}; {compiled - began:.0f} s")
+    missed = time_decodes(steps, batches, results, compiled + BUDGET_S, path)
     if args.only != "decodes":
         time_convolutions(results, path)
-        time_prompts([launch for launch in right if not isinstance(launch, Launch)], results, path)
-    print(f"{time.monotonic() - began:.0f} s")
+        time_prompts(
+            [task for task in right if isinstance(task, triton_chunked.Launch)], arguments(1, seed=0), results, path
+        )
+    print(f"{time.monotonic() - began:.0f} s, {time.monotonic() - compiled:.0f} of them to time")
+    if wrong or missed:
+        sys.exit("\n".join([*(f"WRONG {each}" for each in wrong), *(f"out of time: {each}" for each in missed)]))
 
 
 if __name__ == "__main__":

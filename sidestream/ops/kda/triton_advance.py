@@ -7,8 +7,8 @@ convolves queries, one keys, one values; rows of the state are read and written 
 taken from the old one, ``q (S + k e) = q S + (q k) e``: one pass for both products, a second that writes.
 
 Off until they are timed: each program asks the L2 cache for the state of one that starts later, so that memory has work
-where all that run wait for the same; new states, which nothing of a step reads again, are the first to leave that cache;
-and at few rows states are sent for while the projection ends, so that all else waits for both kernels in front.
+where all that run wait for the same; new states, which nothing of a step reads again, leave that cache first; and at
+few rows states are sent for while the projection ends, so that all else waits for both kernels in front.
 
 Gluon has no interpreter: only a GPU tests this as it is.
 """

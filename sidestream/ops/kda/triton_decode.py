@@ -156,7 +156,12 @@ def launch_for(device: torch.device, rows: int) -> Launch:
     """On Hopper, for heads of 128: the ordered kernel only if it does there what the plain one does, which is asked
     for any number of rows, since a step that is captured cannot."""
     tried, plain = (partial(decode_step, launch=launch) for launch in (ORDERED, PLAIN))
-    if not first_use.agree("ordered", device, tried, plain) or rows in PLAIN_ROWS:
+    return usual_launch(rows) if first_use.agree("ordered", device, tried, plain) else PLAIN
+
+
+def usual_launch(rows: int) -> Launch:
+    """What was fastest for so many rows on an H200."""
+    if rows in PLAIN_ROWS:
         return PLAIN
     early, releases = rows <= EARLY_ROWS, rows <= RELEASING_ROWS
     return replace(ORDERED, rows=16 if rows <= NARROW_ROWS else 64, early=early, releases=releases)

@@ -1,0 +1,132 @@
+"""The benchmark of KDA's decode steps: what it compiles ahead, what it times first, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.kernels import bench_kda as bench
+from sidestream.ops.kda.triton_decode import Launch, usual_launch
+
+PLAN = Path(__file__).parents[3] / "benchmarks" / "plans" / "kernels.json"
+LATER = float("inf")
+
+
+class Pool:
+    """Stands for a pool of processes, in this one."""
+
+    def __init__(self, *_args: Any, **_options: Any) -> None: ...
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_raised: object) -> None: ...
+
+    def map(self, run: Callable[[Any], Any], tasks: Iterable[Any]) -> Iterator[Any]:
+        return map(run, tasks)
+
+
+def fake_times(launches: list[Launch], rows: int) -> dict[str, Any]:
+    us = {str(launch): float(i + rows) for i, launch in enumerate(launches)}
+    return {"us": us, "in_layer_us": us, "parts_us": {"projections": 1.0}}
+
+
+def test_nothing_is_compiled_while_it_is_timed() -> None:
+    """Kernels that ``time_steps`` launches are those that the processes compiled."""
+    script = Path(__file__).with_name("compiled_benchmark.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment | {"PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.returncode, done.stderr
+    compiled, timed = (set(map(tuple, kernels)) for kernels in json.loads(done.stdout))
+    assert timed
+    assert compiled == timed
+
+
+def test_candidates_stand_beside_what_is_in_use() -> None:
+    for rows in bench.BATCHES:
+        tried = [usual_launch(rows), *bench.CANDIDATES.get(rows, ())]
+        assert len(set(tried)) == len(tried), rows
+    assert set(bench.CANDIDATES) <= set(bench.BATCHES)
+    assert bench.steps_of([4]) == [usual_launch(4), *bench.CANDIDATES[4]]
+    assert len(bench.steps_of(bench.BATCHES)) <= 16, "one processor each, or they take twice as long to compile"
+
+
+@pytest.mark.parametrize(("until", "kept"), [(LATER, 4), (0.0, 1)])
+def test_out_of_time_is_what_is_not_in_use(monkeypatch: pytest.MonkeyPatch, until: float, kept: int) -> None:
+    monkeypatch.setattr(bench, "time_steps", fake_times)
+    results: dict[str, Any] = {"shapes": {}}
+    missed = bench.time_decodes(bench.steps_of([1]), [1], results, until, None)
+    timed = results["shapes"][1]["us"]
+    assert next(iter(timed)) == str(usual_launch(1))
+    assert len(timed) == kept
+    assert missed == [f"batch 1: {launch}" for launch in bench.CANDIDATES[1][kept - 1 :]]
+
+
+@pytest.mark.parametrize(("seconds", "error", "many", "says"), [
+    (LATER, 0.0, 0.0, None),
+    (-1.0, 0.0, 0.0, "out of time: batch 2"),
+    (LATER, float("nan"), 0.0, "WRONG Launch"),
+    (LATER, 0.0, 1.0, "WRONG 150 rows"),
+])  # fmt: skip
+def test_a_run_that_misses_a_launch_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: float, error: float, many: float, says: str | None
+) -> None:
+    """And keeps what it found all the same."""
+    out, bad = tmp_path / "kda.json", bench.CANDIDATES[2][0]
+    monkeypatch.setattr(bench, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(bench, "BUDGET_S", seconds)
+    monkeypatch.setattr(bench, "time_steps", fake_times)
+    monkeypatch.setattr(bench, "first_run", lambda task: (error if task == bad else 0.0, ""))
+    monkeypatch.setattr(bench, "check_many", lambda steps, _: {str(x): many if x == bad else 0.0 for x in steps})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    monkeypatch.setattr(sys, "argv", ["bench_kda.py", str(out), "--only", "decodes", "--rows", "2"])
+    if says is None:
+        bench.main()
+    else:
+        with pytest.raises(SystemExit) as ended:
+            bench.main()
+        assert str(ended.value.code).startswith(says)
+    timed = json.loads(out.read_text())["shapes"]["2"]["us"]
+    assert str(usual_launch(2)) in timed
+    assert (str(bad) in timed) is (says is None)
+
+
+def test_time_runs_from_when_all_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long that took."""
+    now = [100.0]
+
+    def first_run(_task: object) -> tuple[float, str]:
+        now[0] += 1000.0
+        return 0.0, ""
+
+    ends: list[float] = []
+    monkeypatch.setattr(bench, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(bench, "first_run", first_run)
+    monkeypatch.setattr(bench, "check_many", lambda steps, _: dict.fromkeys(map(str, steps), 0.0))
+    monkeypatch.setattr(bench, "time_decodes", lambda right, batches, results, until, path: ends.append(until) or [])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    monkeypatch.setattr(sys, "argv", ["bench_kda.py", "--only", "decodes", "--rows", "4"])
+    bench.main()
+    assert ends == [now[0] + bench.BUDGET_S]
+
+
+def test_the_plan_times_decode_steps_alone() -> None:
+    job = next(job for job in json.loads(PLAN.read_text())["jobs"] if job["name"] == "kernel-kda")
+    assert job["command"][-2:] == ["--only", "decodes"]
+    assert bench.BUDGET_S < job["estimate"] < job["limit"]
