@@ -1,9 +1,9 @@
-"""Time variants of the router of few tokens on a GPU: each checked, then timed in graphs, as ``bench_moe.py`` does.
+"""Time the router of few tokens on a GPU where its table changes: each checked, then timed as ``bench_moe.py`` does.
 
     PYTHONPATH=. python benchmarks/kernels/bench_route.py OUT.json [--experts 64 288] [--tokens 1 8 64]
 
-A variant is how the product is cut, and whether each expert's place is counted or searched for. ``table`` is what the
-launcher takes.
+``table`` is what the launcher takes, beside the rows of the table before and behind it: how the product is cut, and
+whether each expert's place is counted or searched for. A bound stands right where both lose.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 
@@ -20,26 +19,15 @@ import torch
 from benchmarks.kernels.bench_moe import BYTES_PER_US, CHOICE, HIDDEN, Report, Shape, draw, error_of
 from benchmarks.kernels.results import out_file
 from sidestream.ops.moe import torch_impl, triton_route
-from sidestream.ops.moe.triton_tiles import FEW_EXPERTS, RouterTiles, router_tiles
-
-NARROW = RouterTiles(16, 16, 128, 32, 4, 1, dot=True, pdl=True)
-SHALLOW = RouterTiles(16, 32, 64, 64, 4, 1, dot=True, pdl=True)
-TALL = RouterTiles(64, 16, 128, 32, 4, 1, dot=True, pdl=True)
-CUTS = {1: [], 4: [NARROW], 8: [NARROW, SHALLOW], 16: [NARROW, SHALLOW], 32: [TALL], 64: [TALL], 128: [TALL]}
-"""By tokens: a program's share of the depth is one step, whose weights it loads before it waits for the tokens."""
+from sidestream.ops.moe.triton_tiles import MANY_TOKENS, RouterTiles, router_table, router_tiles
 
 
 def variants(tokens: int, num_experts: int) -> dict[str, RouterTiles]:
-    """Places are counted for few experts alone: pairs of scores grow with the square. More are compared by eight warps,
-    since each thread keeps one sum an expert over all parts."""
+    rows = [tiles for _, tiles in router_table(num_experts, torch.bfloat16)] + [MANY_TOKENS]
     table = router_tiles(tokens, num_experts, torch.bfloat16)
     assert table is not None  # bf16
-    few = num_experts <= FEW_EXPERTS
-    cuts = CUTS[max(least for least in CUTS if least <= tokens)]
-    tried = [replace(tiles, counted=few, choice_warps=2 if few else 8) for tiles in cuts]
-    if few:
-        tried.append(replace(table, counted=True))
-    return {"table": table} | {str(tiles): tiles for tiles in tried if tiles != table}
+    at = rows.index(table)
+    return {"table": table} | {str(tiles): tiles for tiles in rows[max(at - 1, 0) : at + 2] if tiles != table}
 
 
 def compile_one(tokens: int, num_experts: int, name: str) -> None:
@@ -73,7 +61,7 @@ def bench(report: Report, tokens: int, weight: torch.Tensor, bias: torch.Tensor)
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=out_file)
-    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 4, 8, 16, 32, 64, 128])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
     parser.add_argument("--experts", type=int, nargs="*", default=[64, 288])
     options = parser.parse_args()
     torch.manual_seed(1)

@@ -103,17 +103,6 @@ ROLES, ROLES_ROWS = Roles(), 128
 take 8 % less at 8,192 tokens (1,024 rows an expert), and 12 % more than the table's at 2,048 (256). A bound of their
 own would make a class of sizes so narrow that no start may meet it, and then compile when a prompt comes."""
 
-FEW_EXPERTS = 64
-"""Places are counted up to here: pairs of scores grow with the square."""
-FEW_EXPERTS_TILES = (
-    (1, RouterTiles(1, 2, 1024, 4, 4, 1, dot=False, pdl=True, counted=True)),
-    (4, RouterTiles(4, 4, 256, 4, 4, 1, dot=False, pdl=True, counted=True)),
-    (8, RouterTiles(16, 16, 128, 32, 4, 1, dot=True, pdl=True, counted=True)),
-    (16, RouterTiles(16, 32, 64, 64, 4, 1, dot=True, pdl=True, counted=True)),
-    (64, RouterTiles(64, 16, 128, 32, 4, 1, dot=True, pdl=True, counted=True)),
-)
-"""(most tokens, tiles), in order, before those of any number of experts, in bf16; swept on an H200 with 64 experts.
-From five tokens on a program's share of the depth is one step, whose weights it loads before it waits for tokens."""
 ROUTER_TILES = (
     (1, RouterTiles(1, 2, 1024, 4, 4, 1, dot=False, pdl=True)),
     (4, RouterTiles(4, 4, 256, 4, 4, 1, dot=False, pdl=True)),
@@ -121,7 +110,29 @@ ROUTER_TILES = (
     (64, RouterTiles(64, 16, 64, 32, 4, 3, dot=True, pdl=True)),
     (512, RouterTiles(64, 16, 64, 8, 4, 3, dot=True, pdl=True)),
 )
-"""(most tokens, tiles), in order; swept on an H200."""
+"""(most tokens, tiles), in order; swept on an H200 with 64 and 288 experts of depth 4,096. In fp32, and beyond
+``MANY_EXPERTS``, all of them; else those that the next two leave."""
+FEW_EXPERTS = 64
+"""Places are counted up to here: pairs of scores grow with the square."""
+FEW_EXPERTS_TILES = (
+    (1, RouterTiles(1, 2, 1024, 4, 4, 1, dot=False, pdl=True, counted=True)),
+    (8, RouterTiles(16, 16, 128, 32, 4, 1, dot=True, pdl=True, counted=True)),
+    (16, RouterTiles(16, 32, 64, 64, 4, 1, dot=True, pdl=True, counted=True)),
+    (64, RouterTiles(64, 16, 128, 32, 4, 1, dot=True, pdl=True, counted=True)),
+    (128, RouterTiles(64, 16, 64, 8, 4, 3, dot=True, pdl=True, counted=True)),
+)
+"""In bf16, up to ``FEW_EXPERTS``; timed with 64 of depth 4,096 at 1, 4, 8, 16, 32, 64 and 128 tokens
+(``benchmarks/results/route-h200-2026-12-01-second.json``). With one stage a program's share of such a depth is one
+step, whose weights it loads before it waits for tokens; three stages win at 128 tokens, 7.2 us of 10.1."""
+MANY_EXPERTS = 512
+"""Up to here eight warps keep a token's 64 parts in registers; beyond, they spill."""
+MANY_EXPERTS_TILES = (
+    *ROUTER_TILES[:2],
+    (16, RouterTiles(16, 32, 64, 64, 4, 1, dot=True, choice_warps=8, pdl=True)),
+    (128, RouterTiles(64, 16, 128, 32, 4, 1, dot=True, choice_warps=8, pdl=True)),
+)
+"""In bf16, from there up to ``MANY_EXPERTS``; timed with 288 at the same sizes: 0.65 to 0.88 of ``ROUTER_TILES``' time
+from 8 tokens on, 1.3 at 4. Tensor cores take weights as three terms; in fp32 nothing was timed."""
 MANY_TOKENS = RouterTiles(128, 64, 64, 4, 8, 3, dot=True, pdl=True)
 FP32_DOT_TOKENS = 256
 """Tokens in fp32 beyond which the product is the library's."""
@@ -145,12 +156,19 @@ def expert_roles(tokens: int, top_k: int, num_experts: int) -> Roles | None:
     return ROLES if expert_tiles(tokens, top_k, num_experts) is MANY_ROWS else None
 
 
+def router_table(num_experts: int, dtype: torch.dtype) -> tuple[tuple[int, RouterTiles], ...]:
+    """(most tokens, tiles), in order, before ``MANY_TOKENS``; the first that holds counts."""
+    if dtype is not torch.bfloat16 or num_experts > MANY_EXPERTS:
+        return ROUTER_TILES
+    first = FEW_EXPERTS_TILES if num_experts <= FEW_EXPERTS else MANY_EXPERTS_TILES
+    return first + tuple(row for row in ROUTER_TILES if row[0] > first[-1][0])
+
+
 def router_tiles(tokens: int, num_experts: int, dtype: torch.dtype) -> RouterTiles | None:
     """None: the library's product is faster."""
     if dtype is not torch.bfloat16 and tokens > FP32_DOT_TOKENS:
         return None
-    few = num_experts <= FEW_EXPERTS and dtype is torch.bfloat16
-    table = (*FEW_EXPERTS_TILES, *ROUTER_TILES) if few else ROUTER_TILES
+    table = router_table(num_experts, dtype)
     return next((tiles for most, tiles in table if tokens <= most), MANY_TOKENS)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,17 +17,20 @@ import torch
 from sidestream.ops.moe import reference, triton_grouped, triton_one_token, triton_plan, triton_route, triton_swiglu
 from sidestream.ops.moe.triton_tiles import (
     EXPERT_TILES,
+    MANY_TOKENS,
     ExpertTiles,
     RouterTiles,
     Tiles,
     dividing,
     expert_tiles,
+    router_table,
     router_tiles,
 )
 from tests.ops.moe.test_moe import random_choice, random_experts, random_router, with_shared
 from tests.ops.triton_mode import DEVICE
 from tests.tolerances import BF16_OUTPUT, BF16_STEPS, FP32_GEMM, FP32_ROUNDING
 
+ROOT = Path(__file__).parents[3]
 ROUTERS: dict[str, Any] = {
     "lanes": RouterTiles(4, 4, 32, 2, 4, 1, dot=False),
     "dot": RouterTiles(16, 16, 32, 4, 4, 2, dot=True),
@@ -250,16 +256,37 @@ def test_swiglu_equals_the_formula(dtype: torch.dtype, limit: float | None) -> N
     assert bool(got[2, 1].isnan())
 
 
-def test_routers_of_few_experts_count_places_up_to_64_tokens() -> None:
-    for tokens in (1, 2, 5, 9, 17, 64, 65, 8192):
-        few, many = (router_tiles(tokens, experts, torch.bfloat16) for experts in (64, 65))
-        assert few is not None
-        assert many is not None
-        assert (few.counted, many.counted) == (tokens <= 64, False)
-        assert (few == many) == (tokens > 64)
-        assert few.rows >= min(tokens, 4)
-        assert router_tiles(tokens, 64, torch.float32) in (many, None)
-    assert router_tiles(257, 64, torch.float32) is None
+@pytest.mark.parametrize("num_experts", [8, 64, 65, 288, 512, 513, 1024])
+def test_a_router_takes_the_row_of_its_number_of_experts(num_experts: int) -> None:
+    """Places of few experts are counted, and what is held back for the sums of many fits the registers; fp32 shares no
+    row that was timed in bf16 alone."""
+    few, many = num_experts <= 64, 64 < num_experts <= 512
+    for tokens in (1, 2, 4, 5, 8, 9, 16, 17, 64, 65, 128, 129, 256, 512):
+        tiles = router_tiles(tokens, num_experts, torch.bfloat16)
+        assert tiles is not None
+        assert tiles.counted == (few and tokens <= 128)
+        assert (tiles.choice_warps == 8) == (many and 4 < tokens <= 128)
+        assert tiles.dot == (tokens > (1 if few else 4 if many else 16))
+        assert tiles.rows >= min(tokens, 4)
+        plain = router_tiles(tokens, num_experts, torch.float32)
+        assert plain == (router_tiles(tokens, 1024, torch.bfloat16) if tokens <= 256 else None)
+    assert router_tiles(513, num_experts, torch.bfloat16) is MANY_TOKENS
+    for dtype in (torch.float32, torch.bfloat16):
+        bounds = [most for most, _ in router_table(num_experts, dtype)]
+        assert all(2 * a <= b for a, b in pairwise(bounds)), "a start runs powers of two, and meets all"
+
+
+def test_a_routers_scores_and_choice_stay_in_registers() -> None:
+    """By tensor cores, in groups, with as many experts as each table is for."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "tests.ops.moe.compiled_routers"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    compiled = json.loads(done.stdout)
+    assert sorted(one["function"].rpartition(".")[2] for one in compiled) == ["_choose"] * 5 + ["_scores"] * 4
+    for one in compiled:
+        assert not any(one["code"]["spilled"]), one["constants"]
 
 
 def test_the_table_covers_every_size() -> None:
