@@ -40,8 +40,13 @@ BARS = {
     (528, 16384): 16384 * 528 / 47e3,
 }
 """Microseconds at most, by bytes a row and rows."""
-BATCHES = ((32, 0), (32, 64), (32, 205), (64, 256))
-"""Requests, and rows of each, in lists of 4,096 places as two times 2,048 hot slots have."""
+BATCHES = (
+    *((1024, 1, rows) for rows in (0, 205, 2048)),
+    *((1024, 32, rows) for rows in (0, 64, 159, 205)),
+    (656, 32, 159),
+    (1024, 64, 256),
+)
+"""Bytes a row, requests, and rows of each, in lists of 4,096 places as two times 2,048 hot slots have."""
 RESOLVED = (
     *((64, *shape) for shape in itertools.product((515, 2051), (1, 4), (0.0, 0.9))),
     (1, 2051, 4, 0.9),
@@ -57,12 +62,14 @@ PLANS = [
     CopyPlan(),
     *(
         CopyPlan(warps=warps, programs=programs, total=programs, early=True, vectors=True, pdl=True)
-        for warps, programs in itertools.product((1, 2), (1024, 4096, 16384))
+        for warps, programs in itertools.product((1, 2), (1024, 2048, 4096, 16384))
     ),
 ]
 BATCH_PLANS = [
-    replace(triton_copy.DEFAULT_PLAN, total=total, pdl=pdl)
-    for total, pdl in itertools.product((2048, 1024, 4096), (True, False))
+    replace(triton_copy.DEFAULT_PLAN, programs=programs, total=total, pdl=pdl)
+    for (programs, total), pdl in itertools.product(
+        ((1024, 2048), (1024, 1024), (2048, 2048), (4096, 4096)), (True, False)
+    )
 ]
 RESOLVES = [
     triton_resolve.DEFAULT_PLAN,
@@ -120,7 +127,27 @@ def time_copy(
     us = graph_us(call)
     right = torch.equal(pool[to[:, :rows].flatten()].cpu(), host[sources[CALLS - 1][:, :rows].flatten().cpu()])
     moved = to.shape[0] * rows * host.shape[1]
-    return {"plan": str(plan), "us": us, "GB/s": moved / us / 1e3, "right": right}
+    return {"us": us, "GB/s": moved / us / 1e3, "right": right}
+
+
+def time_plans(
+    plans: Sequence[CopyPlan],
+    host: torch.Tensor,
+    pool: torch.Tensor,
+    sources: Sequence[torch.Tensor],
+    to: torch.Tensor,
+    rows: int,
+) -> list[dict[str, Any]]:
+    """Each plan's time; plans that launch the same have one time, so that their scatter chooses none of them."""
+    timed: dict[tuple[int, CopyPlan], dict[str, Any]] = {}
+    tried = []
+    for plan in plans:
+        programs = plan.programs_of(*to.shape)
+        launch = programs, replace(plan, programs=0, turns=0, total=0)
+        if launch not in timed:
+            timed[launch] = time_copy(host, pool, sources, to, rows, plan)
+        tried.append({"plan": str(plan), "programs": programs} | timed[launch])
+    return tried
 
 
 def bench_copy(row_bytes: int, rows: int) -> dict[str, Any]:
@@ -128,8 +155,7 @@ def bench_copy(row_bytes: int, rows: int) -> dict[str, Any]:
     sources = [torch.randperm(HOST_ROWS)[:rows].view(1, -1).to(DEVICE) for _ in range(CALLS)]
     to = torch.randperm(pool.shape[0])[:rows].view(1, -1).to(DEVICE)
     floor, bar = rows * row_bytes / 55e3, BARS[row_bytes, rows]
-    memory = host_rows(row_bytes)
-    tried = [time_copy(memory, pool, sources, to, rows, p) for p in PLANS if p in PLANS[:1] or p.programs <= 2 * rows]
+    tried = time_plans(PLANS, host_rows(row_bytes), pool, sources, to, rows)
     for row in tried:
         row["of_bar"] = row["us"] / bar
     usual = tried[0]
@@ -146,10 +172,9 @@ def bench_batch(row_bytes: int, requests: int, rows: int) -> dict[str, Any]:
     """Of many requests, most of whose places in the lists count for nothing."""
     most = LISTED
     pool = torch.zeros(requests * most, row_bytes, dtype=torch.uint8, device=DEVICE)
-    memory = host_rows(row_bytes)
     sources = [torch.randint(0, HOST_ROWS, (requests, most), device=DEVICE) for _ in range(CALLS)]
     to = torch.arange(requests * most, device=DEVICE).view(requests, most)
-    tried = [time_copy(memory, pool, sources, to, rows, plan) for plan in BATCH_PLANS]
+    tried = time_plans(BATCH_PLANS, host_rows(row_bytes), pool, sources, to, rows)
     tried.sort(key=lambda row: float(row["us"]))
     print(f"copy {requests} x {rows} x {row_bytes} B: floor {requests * rows * row_bytes / 55e3:.1f} us", flush=True)
     for row in tried[:2] + tried[-1:]:
@@ -287,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     shapes: dict[str, Sequence[tuple[Any, ...]]] = {
         "copies": list(BARS),
-        "batches": [(1024, *batch) for batch in BATCHES],
+        "batches": BATCHES,
         "residency": RESOLVED,
         "steps": STEPPED,
     }

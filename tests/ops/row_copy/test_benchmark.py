@@ -26,12 +26,12 @@ def test_it_runs_to_its_end_and_names_a_plan(
         return float(next(us))
 
     out = tmp_path / "out.json"
-    plans = [CopyPlan(), CopyPlan(rows=2, programs=2, early=True, vectors=True)]
+    plans = [CopyPlan(), CopyPlan(rows=2, programs=2, early=True, vectors=True), CopyPlan(programs=2048)]
     for name, value in (
         ("DEVICE", DEVICE),
         ("CALLS", 2),
         ("BARS", {(1024, 6): 4.0, (528, 5): 1e6}),
-        ("BATCHES", ((3, 0), (2, 4))),
+        ("BATCHES", ((1024, 3, 0), (656, 2, 4))),
         ("PLANS", plans),
         ("BATCH_PLANS", [CopyPlan(), CopyPlan(total=2, early=True, vectors=True)]),
         ("HOST_ROWS", 640),
@@ -48,6 +48,10 @@ def test_it_runs_to_its_end_and_names_a_plan(
     assert [copy["met"] for copy in found["copies"]] == [True, True]
     assert [len(found[kind]) for kind in bench.KINDS] == [2, 2, 1, 1]
     assert all(row["right"] for kind in bench.KINDS for shape in found[kind] for row in shape["tried"])
+    copied = {row["plan"]: row for row in found["copies"][0]["tried"]}
+    of_many, of_more = copied[str(plans[0])], copied[str(plans[2])]
+    assert of_many["programs"] == of_more["programs"] == 6
+    assert of_many["us"] == of_more["us"] < copied[str(plans[1])]["us"], "equal launches have one time"
     assert found["nearest to the bars, 1024 B"]["plan"] == str(plans[0])
     shown = capsys.readouterr().out
     assert "of the bar" in shown

@@ -21,6 +21,8 @@ PLANS = [
     CopyPlan(rows=4, warps=2, programs=1, early=True),
     CopyPlan(total=9),
     CopyPlan(total=1, early=True),
+    CopyPlan(programs=1, turns=2),
+    CopyPlan(rows=2, programs=1, turns=3, early=True),
 ]
 
 
@@ -34,3 +36,26 @@ def test_torch_brings_rows_whole_and_changes_nothing_else(elems: int) -> None:
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_triton_brings_rows_whole_and_changes_nothing_else(plan: CopyPlan, elems: int) -> None:
     check_rows(partial(triton_copy.copy_rows, plan=plan), elems, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("requests", "places", "programs"),
+    [
+        (1, 512, 512),
+        (1, 2048, 1024),
+        (1, 4096, 1024),
+        (1, 8192, 1024),
+        (1, 16384, 2048),
+        (1, 65536, 2048),
+        (2, 16384, 1024),
+        (32, 4096, 64),
+        (4096, 4096, 1),
+    ],
+)
+def test_long_lists_and_many_requests_share_the_programs(requests: int, places: int, programs: int) -> None:
+    assert triton_copy.DEFAULT_PLAN.programs_of(requests, places) == programs
+
+
+def test_a_program_of_several_rows_takes_no_more_turns_than_asked() -> None:
+    assert CopyPlan(rows=2, programs=1, turns=3).programs_of(1, 7) == 2
+    assert CopyPlan(rows=2, programs=1, turns=4).programs_of(1, 7) == 1
