@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+import torch
+
 from sidestream.core.cudagraph_mode import CUDAGraphMode
 from sidestream.core.layer_cache import LayerCache
 from sidestream.core.protocols import Boundary, IndexSink, LayerObserver, MLAttention
@@ -22,6 +24,8 @@ class ForwardContext:
         boundary: where tensors that cross an eager break live; None where no break is recorded (modes NONE and FULL,
             and the replay of a capture, whose breaks hold their buffers already).
         observer: sees what each decoder layer puts out; None in a normal run.
+        asked: [N] int64 rows of the step whose hidden states somebody reads, the only ones that the last layer has
+            behind its mixer; None: all.
     """
 
     inputs: StepInputs
@@ -31,6 +35,7 @@ class ForwardContext:
     mode: CUDAGraphMode = CUDAGraphMode.NONE
     boundary: Boundary | None = None
     observer: LayerObserver | None = None
+    asked: torch.Tensor | None = None
 
 
 _CURRENT: ContextVar[ForwardContext | None] = ContextVar("sidestream_forward_context", default=None)

@@ -215,7 +215,9 @@ class EngineCore:
         self.step_sizes[1 << (len(token_ids) - 1).bit_length()] += 1
         self.num_tokens += len(token_ids)
         self._pools.copy_slots(step.restores)
-        output = self._runner.forward(step.chunks, token_ids, sources=sources, sampled=self._sampled.device)
+        output = self._runner.forward(
+            step.chunks, token_ids, sources=sources, sampled=self._sampled.device, asked=self._asked_rows(step)
+        )
         self._pools.copy_slots(step.snapshots)
         self._collect_prompt_logprobs(step, output)
         return self._sample(step, output)
@@ -288,16 +290,17 @@ class EngineCore:
                 ids.append(0)
         return ids, [unread.get(i, -1) for i in range(len(ids))] if unread else None
 
+    def _asked_rows(self, step: ScheduledStep) -> list[int] | None:
+        """Rows of the step that are read from: where sequences end, or any row where a prompt's log-probabilities are
+        wanted."""
+        for chunk in step.chunks:
+            if self._unfinished[chunk.request_id].request.params.prompt_logprobs is not None:
+                return None
+        return _ends(step)[1] or [0]
+
     def _sample(self, step: ScheduledStep, output: StepOutput) -> _Launched:
         """Sample the next token of every chunk that reaches the end of its sequence."""
-        chunks: list[Chunk] = []
-        last_rows: list[int] = []
-        row = 0
-        for chunk in step.chunks:
-            row += chunk.length
-            if chunk.samples:
-                chunks.append(chunk)
-                last_rows.append(row - 1)
+        chunks, last_rows = _ends(step)
         if not chunks:
             return _Launched(step, (), None, {})
         rows = [self._sampling_row(chunk) for chunk in chunks]
@@ -350,3 +353,16 @@ class EngineCore:
                     )
                 state.prompt_logprobs_done = max(last, state.prompt_logprobs_done)
             row += chunk.length
+
+
+def _ends(step: ScheduledStep) -> tuple[list[Chunk], list[int]]:
+    """Chunks that reach the end of their sequence, and the last row of each in the step."""
+    chunks: list[Chunk] = []
+    rows: list[int] = []
+    row = 0
+    for chunk in step.chunks:
+        row += chunk.length
+        if chunk.samples:
+            chunks.append(chunk)
+            rows.append(row - 1)
+    return chunks, rows

@@ -27,6 +27,10 @@ from sidestream.ops.sampled_tokens import fill_sampled
 from sidestream.streams import Streams
 from sidestream.streams.upload import PackedUpload
 
+ASKED_FROM = 1024
+"""Tokens of a step, at least, whose last layer has no row that nobody asks for. Shorter ones, and all that a graph may
+hold, compute every row in every mode, so that modes give the same bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepGraphs:
@@ -48,13 +52,15 @@ class StepOutput:
     """What a step gives; valid until the next one.
 
     Attributes:
-        hidden: [Tp, hidden] normalised hidden states; rows beyond the step's tokens are padding.
+        hidden: [Tp, hidden] normalised hidden states; rows beyond the step's tokens are padding. With ``rows``, of
+            those of the step alone, padding behind them too.
         logits: [Tp, vocab] fp32 of all rows, where the step computed them: in every uniform decode on a device that
             captures, so that the head is part of the graph.
     """
 
     hidden: torch.Tensor
     logits: torch.Tensor | None = None
+    rows: tuple[int, ...] | None = None
 
 
 class ModelRunner:
@@ -116,6 +122,7 @@ class ModelRunner:
         *,
         sources: Sequence[int] | None = None,
         sampled: torch.Tensor | None = None,
+        asked: Sequence[int] | None = None,
     ) -> StepOutput:
         """Run one step, on the current stream.
 
@@ -125,12 +132,14 @@ class ModelRunner:
             sources: for each token the row of ``sampled`` that holds it, or -1 where ``token_ids`` does; None if all
                 are known.
             sampled: [S] int64 on the device.
+            asked: ascending rows whose hidden states somebody will read, at least one; None: perhaps any. Long steps
+                compute no others where only the last layer's output would show them.
         """
         self.streams.begin_step()
         if self.hisparse is None:
-            return self._step(chunks, token_ids, sources, sampled)
+            return self._step(chunks, token_ids, sources, sampled, asked)
         self.hisparse.begin_step(chunks)
-        output = self._step(chunks, token_ids, sources, sampled)
+        output = self._step(chunks, token_ids, sources, sampled, asked)
         self.hisparse.end_step()
         return output
 
@@ -140,6 +149,7 @@ class ModelRunner:
         token_ids: Sequence[int],
         sources: Sequence[int] | None,
         sampled: torch.Tensor | None,
+        asked: Sequence[int] | None,
     ) -> StepOutput:
         if self.graphs is None:
             self._plain_steps[CUDAGraphMode.NONE] += 1
@@ -154,8 +164,11 @@ class ModelRunner:
         if inputs.sources is not None:
             assert sampled is not None, "token ids are unknown, and nothing was sampled"
             fill_sampled(inputs.token_ids, inputs.sources, sampled)
-        with self._context(inputs, plan.mode):
-            output = StepOutput(**self._run(plan, inputs))
+        if uniform or self._observer is not None or tokens <= max(ASKED_FROM, self.graphs.dispatcher.largest_mixed):
+            asked = None
+        rows = None if asked is None else self._rows(_whole_bucket(asked), inputs.token_ids.device)
+        with self._context(inputs, plan.mode, asked=rows):
+            output = StepOutput(**self._run(plan, inputs), rows=None if asked is None else tuple(asked))
         return self._observed(output, chunks)
 
     def _observed(self, output: StepOutput, chunks: Sequence[Chunk]) -> StepOutput:
@@ -218,7 +231,7 @@ class ModelRunner:
         return self._builder.scratch(rows=rows, uniform=plan.key.uniform, decode=fits)
 
     def _context(
-        self, inputs: StepInputs, mode: CUDAGraphMode, *, buffers: bool = False
+        self, inputs: StepInputs, mode: CUDAGraphMode, *, buffers: bool = False, asked: torch.Tensor | None = None
     ) -> AbstractContextManager[ForwardContext]:
         self.attention.begin_step(inputs.mixer_rows)
         pieces = buffers and mode is CUDAGraphMode.PIECEWISE and self.graphs is not None
@@ -231,19 +244,25 @@ class ModelRunner:
                 mode=mode,
                 boundary=self.graphs.runner.buffers if pieces and self.graphs is not None else None,
                 observer=self._observer,
+                asked=asked,
             )
         )
 
     @torch.inference_mode()
     def logits(self, output: StepOutput, rows: Sequence[int]) -> torch.Tensor:
-        """Logits [S, vocab] fp32 of the given ascending rows; the GEMM runs on a whole bucket of rows."""
+        """Logits [S, vocab] fp32 of the given ascending rows, which were asked for; the GEMM runs on a whole bucket of
+        rows."""
         count, hidden = len(rows), output.hidden
+        if output.rows is not None:
+            places = {row: place for place, row in enumerate(output.rows)}
+            assert places.keys() >= set(rows), f"rows {set(rows) - places.keys()} were not asked for"
+            rows = [places[row] for row in rows]
         every = rows[0] == 0 and rows[-1] == count - 1
         if output.logits is not None:
             return output.logits[:count] if every else output.logits.index_select(0, self._rows(rows, hidden.device))
         padding = -count % ROW_BUCKET
         if not (every and hidden.shape[0] == count + padding):  # otherwise every row of the step, as in most decodes
-            hidden = hidden.index_select(0, self._rows([*rows, *[rows[0]] * padding], hidden.device))
+            hidden = hidden.index_select(0, self._rows(_whole_bucket(rows), hidden.device))
         if self.graphs is not None:
             return self._model.logits(hidden)[:count]
         with step_threads(count * self._weight_bytes):
@@ -254,3 +273,8 @@ class ModelRunner:
             return torch.tensor(rows, device=device)
         (placed,) = self.graphs.logit_rows.place([np.array(rows, dtype=np.int64)])
         return placed
+
+
+def _whole_bucket(rows: Sequence[int]) -> list[int]:
+    """The rows, and the first of them until there is a whole bucket."""
+    return [*rows, *[rows[0]] * (-len(rows) % ROW_BUCKET)]

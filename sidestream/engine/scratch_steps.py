@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -28,7 +29,8 @@ def scratch_chunk(block_size: int, start: int, length: int, *, decode: bool) -> 
 def run_step(
     runner: ModelRunner, chunks: Sequence[Chunk], *, vocab_size: int, params: SamplingParams = EVERYTHING
 ) -> None:
-    """Run the step and sample from the last row of each chunk; with log-probabilities, from its first rows too.
+    """Run the step and sample from the last row of each chunk; with log-probabilities, from its first rows too, and
+    only without them are rows that nobody asks for left out.
 
     Decodes take their token from the device, as those do whose last token the host has not read yet.
     """
@@ -36,11 +38,10 @@ def run_step(
     sources = [0 if chunk.is_decode else -1 for chunk in chunks for _ in range(chunk.length)]
     sampled = torch.zeros(len(chunks), dtype=torch.int64, device=runner.streams.backend.device)
     unread = any(chunk.is_decode for chunk in chunks)
-    output = runner.forward(chunks, [0] * tokens, sources=sources if unread else None, sampled=sampled)
-    sampler, ends, row = Sampler(vocab_size), [], 0
-    for chunk in chunks:
-        row += chunk.length
-        ends.append(row - 1)
+    ends = [end - 1 for end in accumulate(chunk.length for chunk in chunks)]
+    asked = ends if params.logprobs is None else None
+    output = runner.forward(chunks, [0] * tokens, sources=sources if unread else None, sampled=sampled, asked=asked)
+    sampler = Sampler(vocab_size)
     rows = [SamplingRow(params=params, seed=0, prompt_token_ids=(0,), output_token_ids=(0,))] * len(ends)
     logits = runner.logits(output, ends)
     choice = sampler.choose(logits, rows)

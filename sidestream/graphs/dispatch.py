@@ -57,6 +57,7 @@ class GraphDispatcher:
         max_capture_tokens: largest size captured for mixed batches; None captures up to the step's own limit.
 
     Attributes:
+        largest_mixed: tokens of a mixed batch beyond which none is captured, whatever the setting.
         steps: how many steps were planned in each mode.
         fallbacks: reason -> steps that ran without the graph which the setting asks for.
     """
@@ -76,7 +77,7 @@ class GraphDispatcher:
         self._decode_mode, self._mixed_mode = CUDAGRAPH_SETTINGS[setting]
         self.decode_sizes = capture_sizes(max_num_seqs)
         self.mixed_sizes = capture_sizes(max_num_batched_tokens)
-        self._largest_mixed = max_num_batched_tokens if max_capture_tokens is None else max_capture_tokens
+        self.largest_mixed = max_num_batched_tokens if max_capture_tokens is None else max_capture_tokens
         self.steps: Counter[CUDAGraphMode] = Counter()
         self.fallbacks: Counter[str] = Counter()
 
@@ -86,7 +87,7 @@ class GraphDispatcher:
         if self._decode_mode is not CUDAGraphMode.NONE:
             plans += [StepPlan(self._decode_mode, GraphKey(size, 1)) for size in self.decode_sizes]
         if self._mixed_mode is not CUDAGraphMode.NONE:
-            sizes = [size for size in self.mixed_sizes if size <= self._largest_mixed]
+            sizes = [size for size in self.mixed_sizes if size <= self.largest_mixed]
             plans += [StepPlan(self._mixed_mode, GraphKey(size, 0)) for size in sizes]
         return tuple(sorted(plans, key=lambda plan: plan.key, reverse=True))
 
@@ -98,7 +99,7 @@ class GraphDispatcher:
         mode, reason = self._decode_mode if uniform else self._mixed_mode, None
         if not uniform and mode is CUDAGraphMode.NONE and self._decode_mode is not CUDAGraphMode.NONE:
             reason = NOT_UNIFORM
-        elif not uniform and mode is not CUDAGraphMode.NONE and padded > self._largest_mixed:
+        elif not uniform and mode is not CUDAGraphMode.NONE and padded > self.largest_mixed:
             mode, reason = CUDAGraphMode.NONE, TOO_LARGE
         if reason is not None:
             self.fallbacks[reason] += 1

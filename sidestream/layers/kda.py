@@ -61,12 +61,13 @@ class KimiDeltaAttention:
         self.norm = loader.tensor("o_norm.weight", (kda.head_dim,))
         self.out = RowLinear(loader, "o_proj", width, config.hidden_size)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [Tp, hidden] -> [Tp, hidden]. State is read and written for the true tokens only."""
+    def __call__(self, x: torch.Tensor, asked: torch.Tensor | None = None) -> torch.Tensor:
+        """x [Tp, hidden] -> [Tp, hidden], or of the rows ``asked`` for. State is read and written for the true tokens
+        only, and for all of them."""
         projected = self.inputs.weight.linear(x, None)
         width = self.num_heads * self.head_dim
         mixed = across_break(f"KDA of layer {self.layer}", "KDA", self._attend, projected, out=(x.shape[0], width))
-        return self.out(mixed)
+        return self.out(mixed if asked is None else mixed.index_select(0, asked))
 
     def _attend(self, projected: torch.Tensor) -> torch.Tensor:
         """[Tp, ..] projections -> [Tp, H * V], zeros behind the rows of the step."""

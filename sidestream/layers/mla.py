@@ -59,8 +59,11 @@ class LatentAttention:
             loader, "o_proj", mla.num_heads * mla.v_head_dim, config.hidden_size, bias=mla.attention_bias
         )
 
-    def __call__(self, x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-        """x [Tp, hidden] -> [Tp, hidden]; ``rotation`` belongs to the rows of graph segments."""
+    def __call__(
+        self, x: torch.Tensor, rotation: Rotation | None, asked: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [Tp, hidden] -> [Tp, hidden], or of the rows ``asked`` for; ``rotation`` belongs to the rows of graph
+        segments. Caches are written for all."""
         context = get_forward_context()
         rows, mla = context.inputs.segment_rows, self.mla
         query, compressed, *indexer_parts = self.hidden_inputs(x)
@@ -87,8 +90,10 @@ class LatentAttention:
             rope_key,
             out=(rows, self.num_heads, mla.kv_lora_rank),
         )
-        values = by_head(attended, self.w_uv).reshape(rows, -1)
-        return self.out(pad_rows(values, x.shape[0]))
+        if asked is not None:
+            attended = attended.index_select(0, asked)
+        values = by_head(attended, self.w_uv).reshape(attended.shape[0], -1)
+        return self.out(pad_rows(values, x.shape[0]) if asked is None else values)
 
     def _absorb(
         self, query: torch.Tensor, rope_key: torch.Tensor, rotation: Rotation | None

@@ -48,6 +48,15 @@ def settled(state: ResidualState) -> torch.Tensor:
     return hyper_connection_post(state.streams, state.output, state.post, mix=state.mix)
 
 
+def at_rows(state: ResidualState, rows: torch.Tensor) -> ResidualState:
+    """What of a state, whose output is already that of some rows [N] int64 alone, belongs to these."""
+    if isinstance(state, PendingStreams):
+        streams, post, mix = (each.index_select(0, rows) for each in (state.streams, state.post, state.mix))
+        return PendingStreams(streams, state.output, post, mix)
+    assert isinstance(state, PendingSum), "a state without a pending output has all rows"
+    return PendingSum(state.x.index_select(0, rows), state.output)
+
+
 class PlainResidual:
     """x + f(norm(x)).
 

@@ -14,7 +14,7 @@ from sidestream.layers.kda import KimiDeltaAttention
 from sidestream.layers.loader import LayerLoader
 from sidestream.layers.mla import LatentAttention
 from sidestream.layers.mlp import DenseMlp, MoeMlp
-from sidestream.layers.residual import PendingSum, ResidualState, Sublayer, settled
+from sidestream.layers.residual import PendingSum, ResidualState, Sublayer, at_rows, settled
 from sidestream.layers.rope import Rope, Rotation
 from sidestream.ops.norm import add_rms_norm, rms_norm
 
@@ -45,15 +45,21 @@ class DecoderLayer:
         self.attention_residual = make_residual(loader, config, "input_layernorm", "attn")
         self.mlp_residual = make_residual(loader, config, "post_attention_layernorm", "ffn")
 
-    def __call__(self, state: ResidualState, rotation: Rotation | None) -> ResidualState:
-        """Residual state in and out: [Tp, hidden], or [Tp, S, hidden] with hyper-connections."""
-        state = self.attention_residual(state, lambda x: self._mix(x, rotation))
-        return self.mlp_residual(state, self.mlp)
+    def __call__(
+        self, state: ResidualState, rotation: Rotation | None, asked: torch.Tensor | None = None
+    ) -> ResidualState:
+        """Residual state in and out: [Tp, hidden], or [Tp, S, hidden] with hyper-connections.
 
-    def _mix(self, x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+        Args:
+            asked: [N] int64 rows that somebody reads behind this layer; out come these alone.
+        """
+        state = self.attention_residual(state, lambda x: self._mix(x, rotation, asked))
+        return self.mlp_residual(state if asked is None else at_rows(state, asked), self.mlp)
+
+    def _mix(self, x: torch.Tensor, rotation: Rotation | None, asked: torch.Tensor | None) -> torch.Tensor:
         if isinstance(self.mixer, KimiDeltaAttention):
-            return self.mixer(x)
-        return self.mixer(x, rotation)
+            return self.mixer(x, asked)
+        return self.mixer(x, rotation, asked)
 
 
 class DecoderModel:
@@ -90,13 +96,14 @@ class DecoderModel:
         return rms_norm(settled(state), self.norm, self.config.rms_norm_eps)
 
     def forward(self) -> torch.Tensor:
-        """Run the step of the current forward context; returns normalised hidden states [Tp, hidden]."""
+        """Run the step of the current forward context; returns normalised hidden states [Tp, hidden], or [N, hidden] of
+        the rows that the context asks for."""
         context = get_forward_context()
         inputs = context.inputs
         rotation = self.rope(inputs.positions[: inputs.segment_rows]) if self.rope is not None else None
         state: ResidualState = self.enter(inputs.token_ids)
         for index, layer in enumerate(self.layers):
-            state = layer(state, rotation)
+            state = layer(state, rotation, context.asked if index == len(self.layers) - 1 else None)
             if context.observer is not None:
                 context.observer.see(index, settled(state))
         return self.leave(state)
