@@ -4,10 +4,11 @@
 
 The shape is GLM-5.3-Flash's: 64 heads of 128, bf16, fp32 state. Floor of a decode step: the state of each row read once
 and written once (8.4 MB) at 4.28 TB/s; times are medians of graphs of 20 calls, replayed in turns. Beside it stands
-what a kernel that only scales the states in place takes: nothing that reads and writes them all can be faster. "In a
-layer" is what a step adds to the two projections around it, which decide when it can start and what may start before it
-ends. Floor of a prompt's chunked product: see ``triton_chunked``; times are medians of eager calls. A launch that was
-wrong, or for which no time was left (``BENCH_SECONDS`` of it, once all are compiled), makes the exit status 1.
+what a kernel that only scales the states in place takes, and one that moves the convolution's rings, too (0.2 MB a
+row): nothing that reads and writes them all can be faster. "In a layer" is what a step adds to the two projections
+around it, which decide when it can start and what may start before it ends. Floor of a prompt's chunked product: see
+``triton_chunked``; times are medians of eager calls. A launch that was wrong, or for which no time was left
+(``BENCH_SECONDS`` of it, once all are compiled), makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -145,16 +146,39 @@ def timed(calls: Mapping[str, Callable[[dict[str, Any]], object]], sets: list[di
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scale_states(state: tl.tensor, D: tl.constexpr, COLUMNS: tl.constexpr) -> None:
+def _scale_states(
+    state: tl.tensor,
+    ring: tl.tensor,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    RINGS: tl.constexpr,
+) -> None:
     piece = tl.program_id(0).to(tl.int64)
     column = (piece % (D // COLUMNS)) * COLUMNS + tl.arange(0, COLUMNS)
     at = state + (piece // (D // COLUMNS)) * D * D + tl.arange(0, D)[:, None] * D + column[None, :]
-    tl.store(at, tl.load(at) * 0.999)
+    old = tl.load(at)
+    if RINGS:
+        pieces: tl.constexpr = H * (D // COLUMNS)
+        mine, past = tl.arange(0, 4 * COLUMNS), tl.arange(0, 4)
+        first = ring + piece // pieces * (LENGTH * 3 * H * D) + piece % pieces * (3 * COLUMNS) + mine
+        real = (past < LENGTH)[:, None] & (mine < 3 * COLUMNS)[None, :]
+        held = tl.load(first[None, :] + past[:, None] * (3 * H * D), mask=real, other=float("inf"))
+        tl.store(first, tl.min(held.to(tl.float32), axis=0), mask=mine < 3 * COLUMNS)
+    tl.store(at, old * 0.999)
 
 
-def scale_states(made: dict[str, Any]) -> None:
-    states = made["state"][1:]
-    _scale_states[(states.numel() // (DIM * 64),)](states, DIM, 64, num_warps=4)
+def scale_states(made: dict[str, Any], rings: bool) -> None:
+    """Moves the bytes of a step's states, and with ``rings`` those of the convolution: all read, one row written."""
+    states, held = made["state"][1:], made["conv_state"][WINDOW - 1 :]
+    programs = states.numel() // (DIM * 64)
+    _scale_states[(programs,)](states, held, HEADS, DIM, 64, WINDOW - 1, rings, num_warps=4)
+
+
+MOVES = {
+    f"states{name} moved": partial(scale_states, rings=rings) for name, rings in (("", False), (" and rings", True))
+}
 
 
 def check(launch: Launch) -> float:
@@ -197,7 +221,8 @@ def first_run(task: Launch | triton_chunked.Launch | int) -> tuple[float, str]:
     try:
         if isinstance(task, int):
             Projections(task)()
-            scale_states(arguments(task, seed=0))
+            for move in MOVES.values():
+                move(arguments(task, seed=0))
             return 0.0, ""
         found = check(task) if isinstance(task, Launch) else check_chunks(task)
     except Exception as problem:  # noqa: BLE001  # a launch that cannot run is a result
@@ -247,10 +272,10 @@ def time_steps(launches: list[Launch], rows: int) -> dict[str, Any]:
     count = min(CALLS, max(2, int(L2_BYTES // (4 * rows * HEADS * DIM * DIM)) + 1))
     sets, around = [arguments(rows, seed=i) for i in range(count)], Projections(rows)
     calls = {str(launch): partial(_step, launch) for launch in launches}
-    alone = timed({**calls, "states scaled in place": scale_states}, sets)
+    alone = timed({**calls, **MOVES}, sets)
     layers = {str(launch): partial(around.around, launch) for launch in launches}
     layer = timed({**layers, "projections": around}, sets)
-    parts = {"states scaled in place": alone.pop("states scaled in place"), "projections": layer.pop("projections")}
+    parts = {**{name: alone.pop(name) for name in MOVES}, "projections": layer.pop("projections")}
     added = {name: value - parts["projections"] for name, value in layer.items()}
     return {"us": alone, "in_layer_us": added, "parts_us": parts}
 

@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.kernels import bench_kda as bench
 from sidestream.ops.kda.triton_decode import Launch, usual_launch
+from tests.ops.triton_mode import DEVICE
 
 PLAN = Path(__file__).parents[3] / "benchmarks" / "plans" / "kernels.json"
 LATER = float("inf")
@@ -64,6 +65,21 @@ def test_candidates_stand_beside_what_is_in_use() -> None:
     assert set(bench.CANDIDATES) <= set(bench.BATCHES)
     assert bench.steps_of([4]) == [usual_launch(4), *bench.CANDIDATES[4]]
     assert len(bench.steps_of(bench.BATCHES)) <= 16, "one processor each, or they take twice as long to compile"
+
+
+@pytest.mark.parametrize("rings", [False, True])
+def test_what_a_step_must_move(monkeypatch: pytest.MonkeyPatch, rings: bool) -> None:
+    """Each value of the states, and the least of each channel's ring in its first row; nothing of scratch."""
+    monkeypatch.setattr(bench, "HEADS", 2)
+    state, ring = torch.randn(4, 1, 2, 128, 128, device=DEVICE), torch.randn(4 * 3, 3 * 2 * 128, device=DEVICE)
+    made = {"state": state.clone(), "conv_state": ring.bfloat16()}
+    bench.scale_states(made, rings=rings)
+    assert torch.equal(made["state"][0], state[0])
+    assert torch.equal(made["state"][1:], state[1:] * 0.999)
+    want = ring.bfloat16().view(4, 3, -1)
+    if rings:
+        want[1:, 0] = want[1:].amin(1)
+    assert torch.equal(made["conv_state"].view(4, 3, -1), want)
 
 
 @pytest.mark.parametrize(("until", "kept"), [(LATER, 4), (0.0, 1)])
