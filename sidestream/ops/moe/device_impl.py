@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from sidestream.ops.decode_groups import scratch_of
 from sidestream.ops.moe import torch_impl
 from sidestream.ops.moe.torch_impl import fits_grouped_mm, grouped_experts, swiglu
-from sidestream.ops.moe.triton_tiles import Roles, expert_roles, expert_tiles, router_tiles
+from sidestream.ops.moe.triton_tiles import MANY_ROWS, ROLES, expert_tiles, router_tiles
 
 SMALLEST_TILE = 32
 """Elements that must divide both sizes of an expert."""
@@ -83,10 +83,9 @@ def grouped_where_possible(
     if _suits_triton(x, w13, w2):
         from sidestream.ops.moe import triton_grouped, triton_one_token
 
-        sizes = (x.shape[0], ids.shape[1], w13.shape[0] - num_shared)
-        tiles, roles = expert_tiles(*sizes), expert_roles(*sizes)
-        if roles is not None and x.shape[0] > triton_grouped.FP32_PARTIAL_TOKENS and _suits_roles(x, w2, roles):
-            tiles = tiles.with_roles(roles)
+        tiles = expert_tiles(x.shape[0], ids.shape[1], w13.shape[0] - num_shared)
+        if tiles is MANY_ROWS and x.shape[0] > triton_grouped.FP32_PARTIAL_TOKENS and _suits_roles(x, w2):
+            tiles = ROLES
         module = triton_one_token if x.shape[0] == 1 else triton_grouped
         run: Callable[..., torch.Tensor] = module.experts
         return run(
@@ -110,10 +109,10 @@ def _suits_triton(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> bool:
     return x.is_cuda and x.shape[0] > 0 and _one_dtype(torch.bfloat16, x, w13, w2) and sizes and dense
 
 
-def _suits_roles(x: torch.Tensor, w2: torch.Tensor, roles: Roles) -> bool:
-    """Whole tiles of 256 weight rows in both products, deeper than the lead; offsets of 32 bits; a Hopper GPU."""
+def _suits_roles(x: torch.Tensor, w2: torch.Tensor) -> bool:
+    """Whole tiles of 256 weight rows in both products, offsets of 32 bits, a Hopper GPU."""
     _, hidden, inner = w2.shape
-    whole = hidden % 256 == 0 and inner % 128 == 0 and min(hidden, inner) > 64 * roles.lead
+    whole = hidden % 256 == 0 and inner % 128 == 0
     return whole and x.shape[0] * x.stride(0) < 2**31 and _is_hopper(w2.device)
 
 

@@ -3,8 +3,10 @@
 ``triton_grouped`` lets every warp of a program fetch and multiply. Here a tile is 64 rows of each of two warpgroups
 times 256 weight rows, brought by the copy engine, but for rows of x, which are gathered by asynchronous copies of the
 feeding warps. Barriers in shared memory pass depths of 64 on, so these are up to four ahead of the products, over the
-end of a tile as well: programs stay and take tile after tile. At full speed, 4,096 operations a clock, tiles ask the L2
-cache for 48 bytes a clock of each multiprocessor. A group whose 64 rows hold no pair multiplies nothing.
+end of a tile as well: programs stay and take tile after tile. A group waits for its product at once, since the other
+group's keeps tensor cores busy, and hands the depth back before it begins with the next. At full speed, 4,096
+operations a clock, tiles ask the L2 cache for 48 bytes a clock of each multiprocessor. A group whose 64 rows hold no
+pair multiplies nothing.
 
 Gluon has no interpreter: a GPU alone tests this whole.
 """
@@ -28,12 +30,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sidestream.ops.moe.triton_expert_feed import ask_expert, expert_of, supply
-from sidestream.ops.moe.triton_tiles import ROLES_ROWS, Roles
+from sidestream.ops.moe.triton_tiles import ROLES
 
 _PROGRAMS = 132
 """One a multiprocessor of an H100 or H200."""
 STAGES = 4
 """Depths of 64 that shared memory has room for."""
+_LEAD = gl.constexpr(1)
+"""Depths of 64 that the first group is ahead of the second, so that they do what follows a product, where tensor cores
+stand still, in turn. With 2 in place of 1 fewer are fetched ahead: 7.12 ms for 8,192 tokens, 6.67, and 6.79 with none
+(``benchmarks/results/moe-prompts-h200-2026-12-01-second.json``)."""
 _ALL = gl.constexpr(tl.PropagateNan.ALL)
 _SILU = gl.constexpr(
     """{
@@ -59,23 +65,21 @@ def partial_sums(
     blocks: int,
     top_k: int,
     swiglu_limit: float | None,
-    roles: Roles,
 ) -> torch.Tensor:
     """Each pair's row of x [T, H] bf16 through its expert: [pairs, H], shared experts' pairs last.
 
-    Arguments are as ``triton_grouped`` makes them, for blocks of ``ROLES_ROWS``; H is a multiple of 256, the inner size
+    Arguments are as ``triton_grouped`` makes them, for blocks of ``ROLES.rows``; H is a multiple of 256, the inner size
     of 128.
     """
     T, num_experts = where[2], where[5]
     H, inner = w2.shape[1:]
     assert H % 256 == 0, f"hidden size {H} is no multiple of 256"
     assert inner % 128 == 0, f"inner size {inner} is no multiple of 128"
-    assert min(H // 64, inner // 64, STAGES) > roles.lead, f"{roles} for depths of {H} and {inner}"
     if x.stride(0) % 16 or x.data_ptr() % 16:  # copies are of 16 bytes, and Triton knows of strides by 16 elements
         x = x.clone(memory_format=torch.contiguous_format)
     assert T * x.stride(0) < 2**31, f"{T} rows {x.stride(0)} apart are beyond 32 bits"
     partial = torch.empty(T * (top_k + w2.shape[0] - num_experts), H, dtype=x.dtype, device=x.device)
-    hidden = torch.empty(blocks * ROLES_ROWS, inner, dtype=x.dtype, device=x.device)
+    hidden = torch.empty(blocks * ROLES.rows, inner, dtype=x.dtype, device=x.device)
     for source, weights, target, gated in (
         (x, w13.view(-1, H), _described(hidden, 64, _RESULT), True),
         (hidden, w2.view(-1, inner), partial, False),
@@ -83,10 +87,8 @@ def partial_sums(
         parts = inner // 128 if gated else H // 256
         products[(min(_PROGRAMS, blocks * parts),)](
             x if gated else _described(hidden, 64),
-            source,
             source.stride(0),
             _described(weights, 128),
-            weights,
             target,
             *where,
             blocks,
@@ -97,9 +99,6 @@ def partial_sums(
             stages=STAGES,
             gated=gated,
             limited=swiglu_limit is not None,
-            lead=roles.lead,
-            asks=roles.asks,
-            early=roles.early,
             num_warps=4,
         )
     return partial
@@ -142,12 +141,12 @@ def _multiply(target, memory, barriers, plan, kinds, limit, mine):
     full, empty, ahead = barriers
     order, _, tokens, routed_blocks, shared_blocks, _, blocks = plan
     parts, depth, stages, gated, top_k = kinds
-    group, limited, lead, early = mine
+    group, limited = mine
     products: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     by_row: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     stage = 0
     turn = 0
-    first_step = lead
+    first_step = _LEAD
     asked = ask_expert(gl.program_id(0) // parts, plan)
     head = _ask_pair(gl.program_id(0) // parts, plan, group)
     for tile in range(gl.program_id(0), blocks * parts, gl.num_programs(0)):
@@ -159,7 +158,7 @@ def _multiply(target, memory, barriers, plan, kinds, limit, mine):
         asked = ask_expert((tile + gl.num_programs(0)) // parts, plan)
         head = _ask_pair((tile + gl.num_programs(0)) // parts, plan, group)
         if expert >= 0:
-            if lead > 0 and group > 0:
+            if group > 0:
                 mbarrier.wait(ahead, 0)
             if used:
                 if not gated:
@@ -171,7 +170,6 @@ def _multiply(target, memory, barriers, plan, kinds, limit, mine):
                         shared = (block - routed_blocks) // shared_blocks
                         pair = gl.where(token < tokens, tokens * (top_k + shared) + token, -1)
                 total = gl.zeros([64, 256], gl.float32, layout=products)
-                last = 0  # not ``stage``: Triton carries no variable that has the other's value before and in a loop
                 for step in range(depth // 64):
                     mbarrier.wait(full.index(stage), turn)
                     if gated:  # rows come by copies of threads
@@ -179,20 +177,12 @@ def _multiply(target, memory, barriers, plan, kinds, limit, mine):
                     row = rows.index(stage * 2 + group)
                     column = columns.index(stage).permute((1, 0))
                     total = warpgroup_mma(row, column, total, is_async=True)
-                    if early:
-                        total = warpgroup_mma_wait(0, [total])
-                        mbarrier.arrive(empty.index(stage), count=1)
-                    else:
-                        total = warpgroup_mma_wait(1, [total])
-                        mbarrier.arrive(empty.index(last), count=1, pred=step > 0)
-                    if lead > 0 and group == 0:
+                    total = warpgroup_mma_wait(0, [total])
+                    mbarrier.arrive(empty.index(stage), count=1)
+                    if group == 0:
                         mbarrier.arrive(ahead, count=1, pred=step == first_step)
-                    last = stage
                     stage = (stage + 1) % stages
                     turn = turn ^ (stage == 0).to(gl.int32)
-                total = warpgroup_mma_wait(0, [total])
-                if not early:
-                    mbarrier.arrive(empty.index(last), count=1)
                 first_step = -1  # the others follow from now on
                 if gated:
                     gate, up = _halves(total)
@@ -228,10 +218,8 @@ def _multiply(target, memory, barriers, plan, kinds, limit, mine):
 @gluon.jit(do_not_specialize=["tokens", "routed_blocks", "shared_blocks", "num_experts", "blocks"])
 def products(
     source,
-    memory,
     row_stride,
     weights,
-    weight_memory,
     target,
     order,
     block_expert,
@@ -247,14 +235,10 @@ def products(
     stages: gl.constexpr,
     gated: gl.constexpr,
     limited: gl.constexpr,
-    lead: gl.constexpr,
-    asks: gl.constexpr,
-    early: gl.constexpr,
 ):
     """Rows times their experts' ``weights`` [experts * rows, depth], ``parts`` tiles of 256 weight rows an expert.
 
-    ``source``: x [tokens, depth] where ``gated``, else a descriptor of hidden [blocks * 128, depth]; ``memory`` points
-    to the same, ``weight_memory`` to what ``weights`` describes.
+    ``source``: x [tokens, depth] where ``gated``, else a descriptor of hidden [blocks * 128, depth].
     ``target``: a descriptor of hidden [blocks * 128, parts * 128], or partial [pairs, parts * 256].
     Rows of ``hidden`` without a pair are written where their group has one, and mean nothing.
     """
@@ -276,15 +260,14 @@ def products(
     plan = (order, block_expert, tokens, routed_blocks, shared_blocks, num_experts, blocks)
     kinds: gl.constexpr = (parts, depth, stages, gated, top_k)
     barriers = (full, empty, ahead)
-    mine_0: gl.constexpr = (0, limited, lead, early)
-    mine_1: gl.constexpr = (1, limited, lead, early)
-    how: gl.constexpr = (asks,)
-    sources = (source, memory, row_stride, weights, weight_memory)
+    mine_0: gl.constexpr = (0, limited)
+    mine_1: gl.constexpr = (1, limited)
+    sources = (source, row_stride, weights)
     gl.warp_specialize(
         [
             (_multiply, (target, (rows, columns, staged.index(0)), barriers, plan, kinds, limit, mine_0)),
             (_multiply, (target, (rows, columns, staged.index(1)), barriers, plan, kinds, limit, mine_1)),
-            (supply, (sources, (rows, halves), barriers, plan, kinds, how)),
+            (supply, (sources, (rows, halves), barriers, plan, kinds)),
         ],
         [4, 4],
         [224, 56],

@@ -55,7 +55,7 @@ def experts(
     pdl = tiles.pdl and not UPCAST
     order, block_expert = plan(ids, num_experts=num_experts, rows=rows, blocks=routed_blocks, pdl=pdl)
     where = (order, block_expert, T, routed_blocks, shared_blocks, num_experts)
-    if tiles.roles is None:
+    if not tiles.roles:
         dtype = torch.float32 if T <= FP32_PARTIAL_TOKENS else x.dtype
         partial = torch.empty(pairs + num_shared * T, H, dtype=dtype, device=x.device)
         _multiply(x, w13, w2, partial, where, blocks=blocks, top_k=top_k, swiglu_limit=swiglu_limit, tiles=tiles)
@@ -63,7 +63,7 @@ def experts(
         from sidestream.ops.moe import triton_expert_roles  # for Hopper alone
 
         run = triton_expert_roles.partial_sums
-        partial = run(x, w13, w2, where, blocks=blocks, top_k=top_k, swiglu_limit=swiglu_limit, roles=tiles.roles)
+        partial = run(x, w13, w2, where, blocks=blocks, top_k=top_k, swiglu_limit=swiglu_limit)
     block = dividing(H, 1024 if T > 64 else 256)
     _sum[(T, H // block)](
         partial,

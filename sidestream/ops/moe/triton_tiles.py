@@ -34,34 +34,18 @@ class Tiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Roles:
-    """Both products by warps with roles (``triton_expert_roles``), in blocks of 128 rows. ``lead``: depths of 64 that
-    the first group is ahead of the second, so that they do what follows a product, where tensor cores stand still, in
-    turn. ``asks``: the L2 cache is asked a tile ahead for what the next one reads. ``early``: a group hands a depth
-    back as soon as it is multiplied, before it begins with the next, which leaves one more to be fetched ahead."""
-
-    lead: int = 2
-    asks: bool = False
-    early: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class ExpertTiles:
     """``rows`` pairs of one expert share a program of both products. ``described``: weights and activations that lie
     as they are needed come by the copy engine (tensor descriptors), which costs the host a few us a launch.
     ``pdl``: kernels are launched while those before them still run, and wait there (programmatic dependent launch).
-    ``roles``: replaces both products, and ``rows`` is then its own."""
+    ``roles``: warps with roles make both products (``triton_expert_roles``), in tiles of their own."""
 
     rows: int
     gate_up: Tiles
     down: Tiles
     described: bool = False
     pdl: bool = False
-    roles: Roles | None = None
-
-    def with_roles(self, roles: Roles) -> ExpertTiles:
-        """These, but for both products."""
-        return replace(self, rows=ROLES_ROWS, roles=roles)
+    roles: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +82,10 @@ EXPERT_TILES = (
 """(most rows an expert on average, tiles), in order; swept on an H200 with 64 experts. torch's ``grouped_mm`` takes 1.5
 times as long at 512 rows and at 8,192."""
 MANY_ROWS = ExpertTiles(128, Tiles(128, 64, 8, 3), Tiles(256, 64, 8, 3))
-ROLES, ROLES_ROWS = Roles(), 128
-"""In place of ``MANY_ROWS`` on Hopper GPUs, for sizes that they suit; rows of a block. With 64 experts on an H200 they
-take 8 % less at 8,192 tokens (1,024 rows an expert), and 12 % more than the table's at 2,048 (256). A bound of their
-own would make a class of sizes so narrow that no start may meet it, and then compile when a prompt comes."""
+ROLES = replace(MANY_ROWS, roles=True)
+"""In place of ``MANY_ROWS`` on Hopper GPUs, for sizes that they suit. With 64 experts on an H200 they take 8 to 12 %
+less at 8,192 tokens (1,024 rows an expert), and 2 to 9 % more than the table's at 4,096 (512). A bound of their own
+would make a class of sizes so narrow that no start may meet it, and then compile when a prompt comes."""
 
 ROUTER_TILES = (
     (1, RouterTiles(1, 2, 1024, 4, 4, 1, dot=False, pdl=True)),
@@ -149,11 +133,6 @@ def expert_tiles(tokens: int, top_k: int, num_experts: int) -> ExpertTiles:
         return ONE_TOKEN
     mean = mean_rows(tokens, top_k, num_experts)
     return next((tiles for most, tiles in EXPERT_TILES if mean <= most), MANY_ROWS)
-
-
-def expert_roles(tokens: int, top_k: int, num_experts: int) -> Roles | None:
-    """What to take in place of ``expert_tiles``' products where it can run. Depends on sizes alone too."""
-    return ROLES if expert_tiles(tokens, top_k, num_experts) is MANY_ROWS else None
 
 
 def router_table(num_experts: int, dtype: torch.dtype) -> tuple[tuple[int, RouterTiles], ...]:
