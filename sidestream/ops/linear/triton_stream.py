@@ -73,7 +73,6 @@ def linear(
         rows=launch.rows,
         groups=launch.groups,
         stages=launch.stages,
-        whole=splits == 1,
         biased=bias is not None and splits == 1,
         early=launch.early,
         num_warps=4,
@@ -95,7 +94,7 @@ def _multiply(memory, barriers, out, sizes, kinds):
     given, factors, bias = memory
     full, empty = barriers
     T, N, steps, first, part = sizes
-    rows, groups, stages, _, biased, early = kinds
+    rows, groups, stages, biased, early = kinds
     products: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
     a = gl.zeros([64, rows], gl.float32, layout=products)
     b = gl.zeros([64, rows], gl.float32, layout=products)
@@ -160,7 +159,7 @@ def _supply(sources, memory, barriers, sizes, kinds):
     given, factors, _ = memory
     full, empty = barriers
     _, _, steps, first, part = sizes
-    rows, groups, stages, _, _, early = kinds
+    rows, groups, stages, _, early = kinds
     begin = part * steps * 64
     for i in gl.static_range(stages):
         mbarrier.expect(full.index(i), (groups * 64 + rows) * 128)
@@ -196,12 +195,12 @@ def _stream(
     rows: gl.constexpr,
     groups: gl.constexpr,
     stages: gl.constexpr,
-    whole: gl.constexpr,
     biased: gl.constexpr,
     early: gl.constexpr,
 ):
-    """out [T, N], or with several parts of the depth (not ``whole``) sums [parts, T, N] fp32. ``x`` and ``weight`` are
-    descriptors; ``steps``, of each part, are at least ``stages``."""
+    """out [T, N], or with several parts of the depth sums [parts, T, N] fp32. ``x`` and ``weight`` are descriptors;
+    ``steps``, of each part, are at least ``stages``, of which there are two or as many as steps: a stage is given back
+    once the next one is being multiplied."""
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
     narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, 64], gl.bfloat16)
     factors = gl.allocate_shared_memory(gl.bfloat16, [stages * groups, 64, 64], tile)
@@ -213,7 +212,7 @@ def _stream(
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
     gl.thread_barrier()
-    kinds: gl.constexpr = (rows, groups, stages, whole, biased, early)
+    kinds: gl.constexpr = (rows, groups, stages, biased, early)
     sizes = (T, N, steps, gl.program_id(0) * (64 * groups), gl.program_id(1))
     memory = (given, factors, bias)
     barriers = (full, empty)
