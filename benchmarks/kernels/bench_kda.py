@@ -60,6 +60,7 @@ WORST = 0.02
 
 LATE = Launch(True, early=True, releases=True, late=True)
 MANY = (
+    Launch(True, in_turn=2),
     Launch(True, early=True),
     Launch(True, streaming=True),
     Launch(True, early=True, streaming=True),
@@ -73,7 +74,7 @@ CANDIDATES: dict[int, tuple[Launch, ...]] = {
     8: (LATE,),
     32: MANY,
     64: MANY,
-    128: (Launch(True, rows=64, streaming=True), Launch(True, rows=64, early=True)),
+    128: (Launch(True, rows=64, in_turn=2), Launch(True, rows=64, streaming=True), Launch(True, rows=64, early=True)),
 }
 """What is timed beside the launch in use, by rows, the more promising first. A row of states is 4.2 MB: two of them are
 8 MB of an L2 cache of 50, four 17."""

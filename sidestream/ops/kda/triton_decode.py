@@ -39,7 +39,7 @@ class Launch:
         early: start the first kernel while the one before it ends: its weights never change, so it has them by then.
         releases: let the kernel behind the ordered one start while that ends.
         ahead: rows whose states the first kernel asks the L2 cache for as it starts, at most 64.
-        late, beyond, streaming: of the ordered kernel, see ``triton_advance``.
+        late, beyond, streaming, in_turn: of the ordered kernel, see ``triton_advance``.
     """
 
     ordered: bool
@@ -51,6 +51,7 @@ class Launch:
     late: bool = False
     beyond: int = 0
     streaming: bool = False
+    in_turn: int = 1
 
 
 PLAIN, ORDERED = Launch(ordered=False), Launch(ordered=True)
@@ -146,7 +147,9 @@ def decode_step(
     given = (projected, conv_state, state, out, expanded, *memories, *numbers, T * H * D, *constants, hopper)
     options: dict[str, bool] = {"launch_pdl": True} if hopper else {}
     if launch.ordered:
-        advance[(H, T)](*given, releases, late, launch.beyond, launch.streaming, num_warps=WARPS, **options)
+        assert H % launch.in_turn == 0, (H, launch.in_turn)
+        chosen = (releases, late, launch.beyond, launch.streaming, launch.in_turn)
+        advance[(H // launch.in_turn, T)](*given, *chosen, num_warps=WARPS, **options)
     else:
         _advance[(H, T)](*given, min(launch.columns, D), num_warps=WARPS, **options)
     return out

@@ -41,8 +41,9 @@ def fake_times(launches: list[Launch], rows: int) -> dict[str, Any]:
     return {"us": us, "in_layer_us": us, "parts_us": {"projections": 1.0}}
 
 
-def test_nothing_is_compiled_while_it_is_timed() -> None:
-    """Kernels that ``time_steps`` launches are those that the processes compiled."""
+@pytest.fixture(scope="module")
+def launched() -> Any:
+    """What ``compiled_benchmark`` prints."""
     script = Path(__file__).with_name("compiled_benchmark.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -53,9 +54,24 @@ def test_nothing_is_compiled_while_it_is_timed() -> None:
         check=False,
     )
     assert not done.returncode, done.stderr
-    compiled, timed = (set(map(tuple, kernels)) for kernels in json.loads(done.stdout))
+    return json.loads(done.stdout)
+
+
+def test_nothing_is_compiled_while_it_is_timed(launched: Any) -> None:
+    """Kernels that ``time_steps`` launches are those that the processes compiled."""
+    compiled, timed = (set(map(tuple, kernels)) for kernels in launched[:2])
     assert timed
     assert compiled == timed
+
+
+def test_three_programs_find_a_place_on_a_multiprocessor(launched: Any) -> None:
+    """Of the ordered kernel as it is in use beyond 16 rows, and of two heads in turn, whose state comes to the same
+    shared memory; nothing is spilled."""
+    usual, in_turn = launched[2]
+    for found in (usual, in_turn):
+        assert (found["resident"], found["stack"], found["code"]["spilled"]) == (3, 0, [0, 0]), found
+    assert in_turn["shared"] == usual["shared"]
+    assert in_turn["code"]["counts"]["LDGSTS.128"][0] == 2 * usual["code"]["counts"]["LDGSTS.128"][0]
 
 
 def test_candidates_stand_beside_what_is_in_use() -> None:

@@ -33,7 +33,9 @@ def check(case: dict[str, Any], mine: dict[str, Any], out: torch.Tensor) -> None
     assert torch.equal(owned(mine["conv_state"], length=length), owned(case["conv_state"], length=length))
 
 
-def arguments(mine: dict[str, Any], bounded: bool, late: bool = False, beyond: int = 0) -> tuple[Any, ...]:
+def arguments(
+    mine: dict[str, Any], bounded: bool, late: bool = False, beyond: int = 0, in_turn: int = 1
+) -> tuple[Any, ...]:
     """As the kernel takes them."""
     weight, plan, state, rows = mine["conv_weight"], mine["plan"], mine["state"], mine["projected"].shape[0]
     low = mine["projected"][:, 3 * HEADS * DIM : 3 * HEADS * DIM + 2 * DIM].view(rows, 2, DIM).transpose(0, 1)
@@ -43,26 +45,27 @@ def arguments(mine: dict[str, Any], bounded: bool, late: bool = False, beyond: i
     memories += tuple(mine[name] for name in ("dt_bias", "A_log", "norm_weight", "slots", "start"))
     numbers = (mine["lower_bound"] or 0.0, mine["norm_eps"], mine["projected"].stride(0), *weight.stride())
     sizes = (rows * HEADS * DIM, HEADS, L2_EPS, state.shape[1], DIM, plan.window, plan.length)
-    return (*memories, *numbers, *sizes, bounded, True, True, late, beyond, False)
+    return (*memories, *numbers, *sizes, bounded, True, True, late, beyond, False, in_turn)
 
 
 def advanced(mine: dict[str, Any], given: tuple[Any, ...], late: tuple[int, ...] = (4,)) -> list[list[tuple[int, int]]]:
     """What each program asked for; all heads of a row, then those of the next."""
-    grid = (HEADS, mine["projected"].shape[0])
+    grid = (HEADS // given[-1], mine["projected"].shape[0])
     programs, helpers = (
-        ((h, t) for t in range(grid[1]) for h in range(HEADS)),
+        ((h, t) for t in range(grid[1]) for h in range(grid[0])),
         (triton_advance._sigmoid, triton_advance._ask),
     )
     return [run(triton_advance.advance, helpers, program, grid, given, late=late) for program in programs]
 
 
 @KINDS
-@pytest.mark.parametrize("late", [False, True])
-def test_a_step_equals_the_formula(versions: int, rollback: int, bounded: bool, late: bool) -> None:
-    """Of what is still being written the kernel reads nothing ahead: if it is late, of the projection neither."""
+@pytest.mark.parametrize(("late", "in_turn"), [(False, 1), (True, 1), (False, HEADS), (True, HEADS)])
+def test_a_step_equals_the_formula(versions: int, rollback: int, bounded: bool, late: bool, in_turn: int) -> None:
+    """Of what is still being written the kernel reads nothing ahead: if it is late, of the projection neither. A state
+    is there when it is used, and read whole before the next one comes in its place."""
     case = case_of(6, versions, rollback, bounded)
     mine = map_tensors(case, torch.clone)
-    given = arguments(mine, bounded, late)
+    given = arguments(mine, bounded, late, in_turn=in_turn)
     assert not any(advanced(mine, given, late=(0, 4) if late else (4,)))
     check(case, mine, given[3])
 
