@@ -18,7 +18,8 @@ from benchmarks.kernels import bench_kda as bench
 from sidestream.ops.kda.triton_decode import Launch, usual_launch
 from tests.ops.triton_mode import DEVICE
 
-PLAN = Path(__file__).parents[3] / "benchmarks" / "plans" / "kernels.json"
+ROOT = Path(__file__).parents[3]
+PLAN = ROOT / "benchmarks" / "plans" / "kernels.json"
 LATER = float("inf")
 
 
@@ -48,7 +49,8 @@ def launched() -> Any:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, str(script)],
-        env=environment | {"PYTHONPATH": "."},
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
