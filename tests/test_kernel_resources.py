@@ -88,10 +88,10 @@ def test_adjacent_elements_are_read_as_vectors(compiled: dict[str, Any], name: s
     assert not {"LDG.8", "LDG.16"} & set(counts), counts
 
 
-def test_unpacking_rows_spills_little(compiled: dict[str, Any]) -> None:
-    """Loads and stores of spilled registers in loops: 39 with eight registers fewer."""
+def test_unpacking_rows_spills_in_no_loop(compiled: dict[str, Any]) -> None:
+    """Loads and stores of spilled registers in loops: 12 with scales in registers, too."""
     counts = compiled["attend_roles"]["code"]["counts"]
-    assert sum(counts[kind][1] for kind in counts if kind.startswith(("LDL", "STL"))) <= 12
+    assert sum(counts[kind][1] for kind in counts if kind.startswith(("LDL", "STL"))) == 0
 
 
 def test_products_run_on_the_units_that_are_meant(compiled: dict[str, Any]) -> None:

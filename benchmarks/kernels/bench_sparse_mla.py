@@ -1,6 +1,6 @@
 """Sparse MLA on a GPU: correctness of each kernel variant, then a sweep of launch sizes against floors and bars.
 
-    PYTHONPATH=. python benchmarks/kernels/bench_sparse_mla.py OUT.json [--unpacking]
+    PYTHONPATH=. python benchmarks/kernels/bench_sparse_mla.py OUT.json
 
 Variants are compiled and compared with fp32 torch in worker processes first, which also fills Triton's cache. Times are
 medians of replays of a graph whose calls rotate over input sets that are larger than the L2 cache together.
@@ -13,18 +13,10 @@ end without tiles 10 us, a merge 2 to 6 us. So 78 / 75 us (bf16 / mxfp8) at batc
 
 Before the shapes come the two launches of a call alone: runs without their merge, and both merges of parts that lie in
 the L2 cache.
-
-With ``--unpacking`` alone: ways to unpack quantised rows beside the one in use, in turn over the same inputs; all must
-find the same bits. By ptxas's own stall counts a tile of 64 rows costs each warp that unpacks, from an empty buffer to
-a full one, 1,540 cycles in mxfp8 and 1,670 with fp8_ds_mla (12 spills). Products in pairs leave 1,290; with scales by
-way of shared memory 1,100 and 1,370 (no spills); values shifted to their places 960. Predicted, as two buffers share
-what is saved: 94 -> 88 us in mxfp8 at 128 tokens, 112 -> 100 with fp8_ds_mla, 60 -> 56 and 68 -> 61 at 64, nothing to
-0.5 us at 8.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
 from collections.abc import Callable
@@ -37,7 +29,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.kernels.results import keep, out_file
+from benchmarks.kernels.results import keep, only_file
 from sidestream.ops.kv_rows import KVRowLayout, kv_row_layout, pack_rows
 from sidestream.ops.sparse_mla import torch_impl, triton_launch
 from sidestream.ops.sparse_mla.triton_impl import MAX_SPLITS, sparse_mla
@@ -105,8 +97,8 @@ def rows_of(tokens: int, width: int, pool_rows: int) -> torch.Tensor:
 
 
 def variants(shape: Shape) -> list[Launch]:
-    """The table's choice, and what else may pay: the other merge, other tiles, fewer runs, small blocks for few tokens
-    or heads."""
+    """The table's choice, and what else may pay: the other merge, other tiles where the format has them, fewer runs,
+    small blocks for few tokens or heads."""
     chosen = choose_launch(shape.tokens, shape.heads, shape.width, layout_of(shape.layout, shape.rope), MAX_SPLITS)
     found = [chosen]
     if shape.heads == 64 and shape.tokens <= 8:
@@ -128,7 +120,8 @@ def variants(shape: Shape) -> list[Launch]:
     if shape.heads == 64 and shape.tokens in (1, 8, 64) and shape.layout != "fp8_ds_mla" and shape.bar is not None:
         last = [one for one in found if one.in_threads and one.splits == chosen.splits]
         found += [replace(one, early=True) for one in last if not one.roles]
-    return list(dict.fromkeys(found))
+    one_size = shape.layout == "fp8_ds_mla"
+    return list(dict.fromkeys(one for one in found if not (one_size and one.roles and one.block_n == 32)))
 
 
 def check(job: tuple[str, int, Launch]) -> tuple[tuple[str, int, Launch], float, str]:
@@ -222,77 +215,6 @@ def alone(name: str, tokens: int, pools: dict[tuple[str, int], torch.Tensor]) ->
     return found
 
 
-def unpackings(shape: Shape) -> dict[str, Launch]:
-    chosen = choose_launch(shape.tokens, 64, 2048, layout_of(shape.layout, shape.rope), MAX_SPLITS)
-    found = {"in use": chosen, "staged": replace(chosen, unpacking=2)}
-    if shape.layout == "mxfp8":
-        found |= {"pairs": replace(chosen, unpacking=1), "shifted": replace(chosen, unpacking=3)}
-    other = replace(chosen, block_n=96 - chosen.block_n)
-    return {**found, f"{other.block_n} rows": other, f"staged, {other.block_n} rows": replace(other, unpacking=2)}
-
-
-def time_in_turn(
-    shape: Shape, launches: dict[str, Launch], pool: torch.Tensor
-) -> tuple[dict[str, float], dict[str, bool]]:
-    """Median microseconds a call, and whether each result has the bits of the first with as many rows a tile."""
-    layout = layout_of(shape.layout, shape.rope)
-    sets = max(4, min(48, -(-ROTATED_BYTES // (shape.tokens * shape.width * layout.row_bytes))))
-    counts = torch.full((shape.tokens,), shape.width, dtype=torch.int32, device="cuda")
-    queries = [torch.randn(shape.tokens, 64, LATENT + shape.rope, device="cuda").bfloat16() for _ in range(sets)]
-    rows = [rows_of(shape.tokens, shape.width, pool.shape[0]) for _ in range(sets)]
-    calls, graphs, outs = max(20, sets), {}, {}
-    for name, launch in launches.items():
-
-        def call(i: int, launch: Launch = launch) -> torch.Tensor:
-            how: dict[str, Any] = {"counts": counts, "scale": SCALE, "layout": layout, "launch": launch}
-            return sparse_mla(queries[i % sets], pool, rows[i % sets], **how)[0]
-
-        call(0)
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            outs[name] = [call(i) for i in range(calls)]
-    times: dict[str, list[float]] = {name: [] for name in launches}
-    for _ in range(15):
-        for name, graph in graphs.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) * 1000 / calls)
-    first = {launch.block_n: name for name, launch in reversed(launches.items())}
-    same = {
-        name: all(torch.equal(a, b) for a, b in zip(outs[name], outs[first[launch.block_n]], strict=True))
-        for name, launch in launches.items()
-    }
-    return {name: sorted(many)[7] for name, many in times.items()}, same
-
-
-def compare_unpackings(path: Path) -> None:
-    began = time.time()
-    named = [one for one in shapes() if one.layout != "bf16" and one.heads == 64 and one.bar and one.tokens < 1000]
-    plan = {shape: unpackings(shape) for shape in named if shape.tokens in (8, 64, 128)}
-    each = [(shape, launch) for shape, many in plan.items() for launch in many.values()]
-    jobs = {key_of(shape, launch): (shape.layout, shape.rope, launch) for shape, launch in each}
-    with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as workers:
-        checked = dict(zip(jobs, workers.map(check, jobs.values()), strict=True))
-    failed = {key: text or f"error {error}" for key, (_, error, text) in checked.items() if not error <= 2**-6}
-    for key, text in failed.items():
-        print(f"WRONG {key}: {text}")
-    print(f"checked {len(jobs)} variants in {time.time() - began:.0f} s, {len(failed)} wrong", flush=True)
-    pools = {name: pool_of(layout_of(name, ROPES[name]), 1 << 18) for name in ("mxfp8", "fp8_ds_mla")}
-    results: list[dict[str, Any]] = []
-    for shape, launches in plan.items():
-        good = {name: launch for name, launch in launches.items() if key_of(shape, launch) not in failed}
-        us, same = time_in_turn(shape, good, pools[shape.layout])
-        line = ", ".join(f"{name} {one:.1f}{'' if same[name] else ' OTHER BITS'}" for name, one in us.items())
-        print(f"{shape.layout} T={shape.tokens} bar {shape.bar:.0f}: {line}", flush=True)
-        results.append({**asdict(shape), "us": us, "same": same, "launches": {k: asdict(v) for k, v in good.items()}})
-        keep(path, {"times": results, "wrong": {str(key): text for key, text in failed.items()}})
-    print(f"{time.time() - began:.0f} s in all")
-
-
 def floor_us(shape: Shape) -> float:
     per_row = 2 * shape.tokens * shape.heads * shape.width * (2 * LATENT + shape.rope)
     touched = shape.tokens * shape.width * layout_of(shape.layout, shape.rope).row_bytes
@@ -355,8 +277,4 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=out_file)
-    parser.add_argument("--unpacking", action="store_true", help="ways to unpack quantised rows alone")
-    arguments = parser.parse_args()
-    (compare_unpackings if arguments.unpacking else main)(arguments.out)
+    main(only_file(__doc__))

@@ -46,11 +46,8 @@ class Launch:
 
     Attributes:
         pdl: the merge starts while the last runs end or, ``early``, once all have begun, to wait where there is room.
-        roles: take ``triton_roles`` for blocks of 64 heads and tiles of 64 or 32 rows; ``stages``, ``warps`` and
-            ``parted`` have no meaning then.
-        unpacking: with roles, quantised rows: 0, by products in fp32; 1, values of ``mxfp8`` times scales in pairs; 2,
-            so, and scales pass through shared memory, those of ``fp8_ds_mla``, too; 3, so, and values of ``mxfp8``
-            are shifted to their place, with the same bits if they are 0 or between 2**-66 and 2**75.
+        roles: take ``triton_roles`` for blocks of 64 heads and tiles of 64 rows or, but for ``fp8_ds_mla``, 32;
+            ``stages``, ``warps`` and ``parted`` have no meaning then.
         in_threads: runs are merged by ``triton_merge``, which exchanges nothing between threads.
     """
 
@@ -64,7 +61,6 @@ class Launch:
     roles: bool = False
     in_threads: bool = False
     early: bool = False
-    unpacking: int = 0
 
 
 @lru_cache(maxsize=4096)
@@ -113,7 +109,7 @@ def choose_launch(
     programs = 2 * _PROGRAMS if block_h == 16 else _PROGRAMS
     tiles = -(-places // block_n)
     splits = splits_for(blocks, tiles, block_n, limit, programs=programs, run_cost=_MERGE_RUN * block_h / 64)
-    short = splits > 1 and (layout.name == "fp8_ds_mla" or -(-tiles // splits) <= _SHORT_TILES)
+    short = splits > 1 and -(-tiles // splits) <= _SHORT_TILES and layout.name != "fp8_ds_mla"
     if roles and not paged and short:
         block_n = 32
     # Few merges end sooner spread over threads, and more runs than a group take another turn.
@@ -186,9 +182,7 @@ def run(
     head_blocks, causal = -(-heads // launch.block_h), chunk_start is not None
     grid = (-(-tokens * heads // launch.block_h) if causal else tokens * head_blocks, splits)
     arguments = (q, values, scales, ropes, rows, lengths.contiguous(), parts, part_lse)
-    shifted = launch.roles and launch.unpacking == 3 and layout.name == "mxfp8"
-    scale_log2 = scale * _LOG2_E * (2.0**60 if shifted else 1.0)
-    numbers = (q.stride(0), q.stride(1), rows.stride(0), scale_log2, heads, head_blocks, block_size, splits)
+    numbers = (q.stride(0), q.stride(1), rows.stride(0), scale * _LOG2_E, heads, head_blocks, block_size, splits)
     chunk = (tokens, chunk_start or 0)
     kinds = {
         "latent": latent,
@@ -204,12 +198,13 @@ def run(
     }
     if launch.roles:
         assert roles_support(layout), f"no kernel with roles for {layout}"
-        sizes = launch.block_h == 64 and launch.block_n in (32, 64)
-        assert sizes, f"the kernel with roles has blocks of 64 heads and 32 or 64 rows: {launch}"
+        tiles = (64,) if layout.name == "fp8_ds_mla" else (64, 32)
+        sizes = launch.block_h == 64 and launch.block_n in tiles
+        assert sizes, f"with roles {layout.name} has blocks of 64 heads and tiles of {tiles} rows: {launch}"
         from sidestream.ops.sparse_mla import triton_roles  # for Hopper alone
 
         words = (q, pool.view(torch.int32) if layout.tile else pool, *arguments[2:])
-        kinds |= {"causal": causal, "block_n": launch.block_n, "unpacking": launch.unpacking if layout.tile else 0}
+        kinds |= {"causal": causal, "block_n": launch.block_n}
         triton_roles.attend_roles[grid](*words, *numbers, *chunk, **kinds, num_warps=triton_roles.WARPS)
     else:
         attend[grid](

@@ -24,8 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from sidestream.ops.sparse_mla.triton_gather import gather_plain, gather_plain_halves, gather_quantised
-from sidestream.ops.sparse_mla.triton_gather_staged import gather_staged
+from sidestream.ops.sparse_mla.triton_gather import gather_plain, gather_plain_halves
+from sidestream.ops.sparse_mla.triton_gather_quantised import gather_fp8_ds_mla, gather_mxfp8
 
 WARPS = 8
 
@@ -78,8 +78,7 @@ def _score(memory, barriers, span, block, target, kinds):
     begin, end = span
     first, known, heads, splits, chunk_start = block
     lse, out_row, scale_log2 = target
-    lift: gl.constexpr = kinds[3]
-    rope, causal, block_n, _ = kinds
+    rope, causal, block_n = kinds
     buffers: gl.constexpr = 128 // block_n
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, 16])
     read, handed, passed = (query, query_rope, keys, rope_keys), (weights, factors), (weighed, taken)
@@ -106,7 +105,7 @@ def _score(memory, barriers, span, block, target, kinds):
     if causal:
         total = gl.where(top == float("-inf"), 1.0, total)
     mbarrier.wait(taken, (tiles & 1) ^ 1)
-    factors.store(lift / total)
+    factors.store(1.0 / total)
     gl.thread_barrier()
     mbarrier.arrive(weighed, count=1)
     row = out_row + (flat // heads * splits).to(gl.int64) * heads + flat % heads
@@ -173,12 +172,13 @@ def _weigh(memory, barriers, span, block, target, source, kinds):
 
 @gluon.jit
 def _gather(pool, memory, barriers, span, kinds):
-    """Fill the buffers ``keys`` (and ``rope_keys``) in turn with tiles of 64 rows of ``span``, zeros behind its end."""
+    """Fill the buffers ``keys`` (and ``rope_keys``) in turn with tiles of rows of ``span``, zeros behind its end."""
     tile: gl.constexpr = kinds[4]
-    if tile > 0 and kinds[8] >= 2:
-        gather_staged(pool, memory, barriers, span, kinds)
+    mx: gl.constexpr = kinds[5]
+    if mx:
+        gather_mxfp8(pool, memory, barriers, span, kinds)
     elif tile > 0:
-        gather_quantised(pool, memory, barriers, span, kinds)
+        gather_fp8_ds_mla(pool, memory, barriers, span, kinds)
     elif kinds[7] == 32:
         gather_plain_halves(pool, memory, barriers, span, kinds)
     else:
@@ -218,7 +218,6 @@ def attend_roles(
     paged: gl.constexpr,
     causal: gl.constexpr,
     block_n: gl.constexpr,
-    unpacking: gl.constexpr,
     pdl: gl.constexpr,
     early: gl.constexpr,
 ):
@@ -226,8 +225,8 @@ def attend_roles(
     eight it adds.
 
     Plain rows must be bf16. ``values`` of quantised pools are int32 words; ``row_elems`` counts bytes then. ``latent``
-    is 512, ``rope`` 0 or 64, ``block_n`` 64 or 32: smaller tiles wait for each other less often, and read queries from
-    shared memory twice as often.
+    is 512, ``rope`` 0 or 64, ``block_n`` 64 or, but for ``fp8_ds_mla``, 32: smaller tiles wait for each other less
+    often, and read queries from shared memory twice as often.
     """
     shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, latent], gl.bfloat16)
     shared_short: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
@@ -270,9 +269,9 @@ def attend_roles(
         weights = gl.allocate_shared_memory(gl.bfloat16, [64, block_n], shared_weights)
         factors = gl.allocate_shared_memory(gl.float32, [64], in_line)
         near = gl.allocate_shared_memory(gl.int32, [2, 64], in_line)
-        if unpacking >= 2:
+        if tile > 0 and not mx:
             by_tile: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-            staged = gl.allocate_shared_memory(gl.int32 if mx else gl.float32, [64, latent // tile], by_tile)
+            staged = gl.allocate_shared_memory(gl.float32, [64, latent // tile], by_tile)
         else:
             staged = near
         if rope > 0:
@@ -289,9 +288,8 @@ def attend_roles(
         mbarrier.init(asked, count=1)
         mbarrier.init(weighed, count=1)
         mbarrier.init(taken, count=1)
-        # Plain rows come by asynchronous copies, for which each of 128 threads arrives.
-        beside: gl.constexpr = tile > 0 and rope > 0 and (block_n == 32 or unpacking >= 2)
-        copied: gl.constexpr = 129 if beside else 1 if tile > 0 else 128
+        # Plain rows and rope keys come by asynchronous copies, for which each of 128 threads arrives.
+        copied: gl.constexpr = 128 if tile == 0 else 129 if rope > 0 else 1
         for i in gl.static_range(buffers):
             mbarrier.init(full.index(i), count=copied)
             mbarrier.init(empty.index(i), count=1)
@@ -299,8 +297,8 @@ def attend_roles(
         span = (begin, end)
         block = (first, known, heads, splits, chunk_start)
         weigh_kinds: gl.constexpr = (latent, rope, block_n)
-        score_kinds: gl.constexpr = (rope, causal, block_n, 2.0**60 if mx and unpacking == 3 else 1.0)
-        gather_kinds: gl.constexpr = (latent, rope, row_elems, rope_elems, tile, mx, paged, block_n, unpacking)
+        score_kinds: gl.constexpr = (rope, causal, block_n)
+        gather_kinds: gl.constexpr = (latent, rope, row_elems, rope_elems, tile, mx, paged, block_n)
         registers: gl.constexpr = _QUANTISED_REGISTERS if tile > 0 else _PLAIN_REGISTERS
         gl.warp_specialize(
             [

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from sidestream.ops.kv_rows import KVRowLayout, kv_row_layout, pack_rows
+from sidestream.ops.kv_rows import KVRowLayout, kv_row_layout, pack_rows, unpack_rows
 from sidestream.ops.sparse_mla import sparse_mla, torch_impl
 from sidestream.ops.sparse_mla.triton_impl import sparse_mla as launched
 from sidestream.ops.sparse_mla.triton_launch import Launch
@@ -17,6 +17,11 @@ pytestmark = pytest.mark.gpu
 
 WIDTH, LATENT, POOL_ROWS = 2051, 512, 30_000
 LAYOUTS = [("bf16", 0), ("bf16", 64), ("mxfp8", 0), ("fp8_ds_mla", 64)]
+ROLES = [
+    *((name, p, block_n) for name, p in LAYOUTS[:3] for block_n in (64, 32)),
+    *(("fp8_ds_mla", p, 64) for p in (64, 0)),
+]
+"""Row formats, sizes of rope keys, rows a tile of the kernel with roles."""
 
 
 def layout_of(name: str, p: int) -> KVRowLayout:
@@ -130,10 +135,9 @@ def test_a_pool_beyond_two_gibibytes() -> None:
     assert (out.float() - want).norm() <= BF16_STEPS * want.norm()
 
 
-@pytest.mark.parametrize(("name", "p"), LAYOUTS)
+@pytest.mark.parametrize(("name", "p", "block_n"), ROLES)
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (7, 64), (40, 40), (64, 128), (200, 64)])
 @pytest.mark.parametrize("splits", [1, 2, 7, 32])
-@pytest.mark.parametrize("block_n", [64, 32])
 def test_the_kernel_with_roles(name: str, p: int, tokens: int, heads: int, splits: int, block_n: int) -> None:
     """Right, the same bits every time, and no token depends on another."""
     layout = layout_of(name, p)
@@ -156,6 +160,35 @@ def test_the_kernel_with_roles(name: str, p: int, tokens: int, heads: int, split
     q[1::2], counts[1::2], rows[1::2, 9:] = torch.nan, 1, -1
     other, _ = launched(q, pool, rows, counts=counts, scale=SCALE, layout=layout, launch=launch)
     assert torch.equal(other[::2], out[::2])
+
+
+@pytest.mark.parametrize(("name", "p", "block_n"), ROLES)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_unpacked_rows_have_the_bits_that_their_format_says(name: str, p: int, block_n: int, splits: int) -> None:
+    """All rows of a token are the same one, and its queries are zeros: so it finds that row. E4M3 numbers of every kind
+    come with scales that lie far apart."""
+    layout, tokens = layout_of(name, p), 37
+    counts = [(1, 31, 33, 63, 65, 95, 127, 191, 700, 2051)[t % 10] for t in range(tokens)]
+    rows, given = draw_rows(counts)
+    for t, count in enumerate(counts):
+        rows[t, :count] = 11 + 3 * t
+    pool = pool_of(layout, rows)
+    used = rows[:, 0]
+    if layout.tile:
+        code = torch.arange(tokens * LATENT, device="cuda").view(tokens, LATENT) * 7 % 254
+        pool[used, :LATENT] = torch.where(code < 127, code, code + 1).byte()  # all but NaN
+        power = torch.arange(tokens * layout.num_scales, device="cuda").view(tokens, -1) * 29 % 61 - 30
+        if name == "mxfp8":
+            pool[used, LATENT:] = (power + 127).byte()
+        else:
+            pool.view(torch.float32)[used, LATENT // 4 : LATENT // 4 + layout.num_scales] = 1.37 * 2.0**power
+    q = torch.zeros(tokens, 64, LATENT + p, dtype=torch.bfloat16, device="cuda")
+    launch = Launch(splits, 64, block_n, 1, 8, parted=False, roles=True, in_threads=splits > 1)
+    out, lse = launched(q, pool, rows, counts=given, scale=SCALE, layout=layout, launch=launch)
+    want = unpack_rows(pool[used], layout, dtype=torch.bfloat16)[:, None, :LATENT]
+    assert torch.equal(out, want.expand(tokens, 64, LATENT))
+    assert lse is not None
+    assert (lse - given.log()[:, None]).abs().max() <= BF16_STEPS
 
 
 def test_fp32_queries_run_in_torch() -> None:
