@@ -36,8 +36,10 @@ DEPTH = 64
 
 
 def takes(x: torch.Tensor) -> bool:
-    """Whether the copy engine is there and can bring these rows, of those that ``triton_linear.takes`` allows."""
-    return x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and _is_hopper(x.device)
+    """Whether the copy engine is there and can bring these rows, of those that ``triton_linear.takes`` allows: at
+    multiples of 16 bytes, and none over another."""
+    apart = x.stride(0)
+    return apart % 8 == 0 and apart >= x.shape[1] and x.data_ptr() % 16 == 0 and _is_hopper(x.device)
 
 
 @cache
