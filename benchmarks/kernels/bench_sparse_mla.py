@@ -33,7 +33,7 @@ from benchmarks.kernels.results import keep, only_file
 from sidestream.ops.kv_rows import KVRowLayout, kv_row_layout, pack_rows
 from sidestream.ops.sparse_mla import torch_impl, triton_launch
 from sidestream.ops.sparse_mla.triton_impl import MAX_SPLITS, sparse_mla
-from sidestream.ops.sparse_mla.triton_launch import Launch, choose_launch, merge_runs
+from sidestream.ops.sparse_mla.triton_launch import Launch, choose_launch, merge_runs, role_tiles
 
 BYTES_PER_S, FLOPS_PER_S = 4.28e12, 790e12
 SCALE, LATENT = 192**-0.5, 512
@@ -99,15 +99,16 @@ def rows_of(tokens: int, width: int, pool_rows: int) -> torch.Tensor:
 def variants(shape: Shape) -> list[Launch]:
     """The table's choice, and what else may pay: the other merge, other tiles where the format has them, fewer runs,
     small blocks for few tokens or heads."""
-    chosen = choose_launch(shape.tokens, shape.heads, shape.width, layout_of(shape.layout, shape.rope), MAX_SPLITS)
+    layout = layout_of(shape.layout, shape.rope)
+    chosen = choose_launch(shape.tokens, shape.heads, shape.width, layout, MAX_SPLITS)
     found = [chosen]
     if shape.heads == 64 and shape.tokens <= 8:
         programs = -(-132 // shape.tokens)
         for splits in {min(programs - 1, 33), min(programs // 2, 17)}:
             roles = Launch(splits, 64, 64, 1, 8, False, roles=True, early=True)
-            found += [roles, replace(roles, block_n=32)]
+            found += [replace(roles, block_n=tile) for tile in role_tiles(layout)]
     if chosen.roles:
-        found += [replace(chosen, block_n=64), replace(chosen, block_n=32)]
+        found += [replace(chosen, block_n=tile) for tile in role_tiles(layout)]
     if shape.tokens <= 8 or shape.heads < 32:
         for block_h, block_n, stages, warps, parted in SMALL:
             most = min(MAX_SPLITS, -(-shape.width // block_n))
@@ -120,8 +121,7 @@ def variants(shape: Shape) -> list[Launch]:
     if shape.heads == 64 and shape.tokens in (1, 8, 64) and shape.layout != "fp8_ds_mla" and shape.bar is not None:
         last = [one for one in found if one.in_threads and one.splits == chosen.splits]
         found += [replace(one, early=True) for one in last if not one.roles]
-    one_size = shape.layout == "fp8_ds_mla"
-    return list(dict.fromkeys(one for one in found if not (one_size and one.roles and one.block_n == 32)))
+    return list(dict.fromkeys(found))
 
 
 def check(job: tuple[str, int, Launch]) -> tuple[tuple[str, int, Launch], float, str]:

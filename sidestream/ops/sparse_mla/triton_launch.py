@@ -46,8 +46,8 @@ class Launch:
 
     Attributes:
         pdl: the merge starts while the last runs end or, ``early``, once all have begun, to wait where there is room.
-        roles: take ``triton_roles`` for blocks of 64 heads and tiles of 64 rows or, but for ``fp8_ds_mla``, 32;
-            ``stages``, ``warps`` and ``parted`` have no meaning then.
+        roles: take ``triton_roles`` for blocks of 64 heads and tiles as ``role_tiles`` has them; ``stages``, ``warps``
+            and ``parted`` have no meaning then.
         in_threads: runs are merged by ``triton_merge``, which exchanges nothing between threads.
     """
 
@@ -109,8 +109,8 @@ def choose_launch(
     programs = 2 * _PROGRAMS if block_h == 16 else _PROGRAMS
     tiles = -(-places // block_n)
     splits = splits_for(blocks, tiles, block_n, limit, programs=programs, run_cost=_MERGE_RUN * block_h / 64)
-    short = splits > 1 and -(-tiles // splits) <= _SHORT_TILES and layout.name != "fp8_ds_mla"
-    if roles and not paged and short:
+    short = splits > 1 and -(-tiles // splits) <= _SHORT_TILES
+    if roles and not paged and short and 32 in role_tiles(layout):
         block_n = 32
     # Few merges end sooner spread over threads, and more runs than a group take another turn.
     in_threads = tokens * heads > 64 and 1 < splits <= _GROUPS[-1]
@@ -136,6 +136,11 @@ def roles_support(layout: KVRowLayout) -> bool:
     if INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return False
     return layout.latent_dim == 512 and layout.rope_dim in (0, 64)
+
+
+def role_tiles(layout: KVRowLayout) -> tuple[int, ...]:
+    """Rows a tile may have with roles: those of ``fp8_ds_mla``, whose scales pass through shared memory, are 64."""
+    return (64,) if layout.name == "fp8_ds_mla" else (64, 32)
 
 
 def run(
@@ -198,7 +203,7 @@ def run(
     }
     if launch.roles:
         assert roles_support(layout), f"no kernel with roles for {layout}"
-        tiles = (64,) if layout.name == "fp8_ds_mla" else (64, 32)
+        tiles = role_tiles(layout)
         sizes = launch.block_h == 64 and launch.block_n in tiles
         assert sizes, f"with roles {layout.name} has blocks of 64 heads and tiles of {tiles} rows: {launch}"
         from sidestream.ops.sparse_mla import triton_roles  # for Hopper alone

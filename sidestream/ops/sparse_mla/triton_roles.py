@@ -32,7 +32,7 @@ WARPS = 8
 _LN2 = gl.constexpr(0.6931471805599453)
 _PLAIN_REGISTERS = gl.constexpr((72, 120))
 _QUANTISED_REGISTERS = gl.constexpr((64, 128))
-"""A thread, of the scores' warps and of those that gather: what unpacks rows spills in its loop with fewer. 160 are
+"""A thread, of the scores' warps and of those that gather: what unpacks mxfp8 spills in its loop with fewer. 160 are
 left to the eight warps with the result, 128 of which are the result; with fewer the result itself spills."""
 
 

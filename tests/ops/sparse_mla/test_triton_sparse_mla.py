@@ -18,6 +18,7 @@ from tests.tolerances import BF16_STEPS, FP32_GEMM
 
 triton_launch = pytest.importorskip("sidestream.ops.sparse_mla.triton_launch")
 triton_impl = pytest.importorskip("sidestream.ops.sparse_mla.triton_impl")
+bench_sparse_mla = pytest.importorskip("benchmarks.kernels.bench_sparse_mla")
 
 SCALE, COUNTS = 0.2, [70, 0, 1, 33, 16]
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
@@ -191,6 +192,20 @@ def test_tables_choose_what_was_fastest_on_a_hopper_gpu(
     choose = triton_launch.choose_launch.__wrapped__
     launch = choose(tokens, 64, width, layout_of(name, p, 512), triton_impl.MAX_SPLITS)
     assert (launch.splits, launch.block_n, launch.roles, launch.in_threads) == want
+
+
+def test_all_that_the_benchmark_launches_has_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each launch with roles has a tile of its format; the table's choice is among them."""
+    monkeypatch.setattr(triton_launch, "roles_support", lambda layout: True)
+    choose = triton_launch.choose_launch.__wrapped__
+    monkeypatch.setattr(bench_sparse_mla, "choose_launch", choose)
+    met = set()
+    for shape in bench_sparse_mla.shapes():
+        layout = layout_of(shape.layout, shape.rope, 512)
+        found = bench_sparse_mla.variants(shape)
+        assert found[0] == choose(shape.tokens, shape.heads, shape.width, layout, triton_impl.MAX_SPLITS)
+        met |= {(shape.layout, launch.block_n) for launch in found if launch.roles}
+    assert met == {("bf16", 64), ("bf16", 32), ("mxfp8", 64), ("mxfp8", 32), ("fp8_ds_mla", 64)}
 
 
 def test_a_few_long_contexts_have_more_runs_than_threads_merge(monkeypatch: pytest.MonkeyPatch) -> None:
