@@ -134,7 +134,7 @@ def test_who_takes_a_product_follows_from_sizes_alignment_and_the_device(
 
 
 def test_programs_stream_and_multiply_without_spills() -> None:
-    """Compiled for sm_90: all products stand in the loop, all copies are the copy engine's, all stores 16 bytes wide."""
+    """Compiled for sm_90: products stand in the loop, all copies are the copy engine's, all stores 16 bytes wide."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "tests.ops.linear.compiled_stream"]
