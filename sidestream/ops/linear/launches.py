@@ -1,4 +1,7 @@
-"""Launch parameters of the Triton linear, by how many rows there are. Imports no Triton.
+"""Launch parameters of linears' kernels, by how many rows there are. Imports no Triton.
+
+A row's bits follow from its launch: they may change where there are 1, up to 16, up to 32, up to 64 rows, or more, and
+nowhere in between but in products that are the library's.
 
 Floor: the weight once at 4.28 TB/s, so 47.7 us for the widest projection of GLM-5.3-Flash and 4.5 us for its narrowest.
 A launch alone leaves some 2 us at each end at which memory idles; kernels that start while those before them end

@@ -1,10 +1,10 @@
-"""Linear layers of 2 to 64 rows by warps with roles (Gluon, Hopper only): one streams the weight, four multiply.
+"""Linear layers of 2 to 64 rows by warps with roles (Gluon, Hopper only): four stream the weight, four multiply.
 
 A program has one to four times 64 weight rows and a part of the depth. The copy engine brings depths of 64 to shared
 memory as far ahead as it has room, and the first of them before the kernel in front has ended, since they are nobody's
 result: while a step's small kernels wait for one another, up to 200 KB a multiprocessor are on their way. What is
 multiplied is the weight's rows by the rows of x, 64 by 16, 32 or 64, so few rows of x waste nothing. Gluon has no
-interpreter: a GPU alone tests this whole.
+interpreter: without a GPU, tests run this source in torch and look at what it compiles to.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
