@@ -66,7 +66,7 @@ def _feed(sources, memory, barriers, plan, kinds):
                 tma.async_copy_global_to_shared(weights, [first, k], ready, columns.index(stage * 2))
                 tma.async_copy_global_to_shared(weights, [second, k], ready, columns.index(stage * 2 + 1))
                 stage = (stage + 1) % stages
-                turn = turn ^ (stage == 0).to(gl.int32)
+                turn = turn ^ (stage == 0)
 
 
 @gluon.jit
@@ -114,7 +114,7 @@ def _gather(sources, memory, barriers, plan, kinds):
                 async_copy.async_copy_global_to_shared(rows.index(stage * 2 + 1), x + (places_1 + k))
                 async_copy.mbarrier_arrive(ready, increment_count=False)
                 stage = (stage + 1) % stages
-                turn = turn ^ (stage == 0).to(gl.int32)
+                turn = turn ^ (stage == 0)
 
 
 @gluon.jit

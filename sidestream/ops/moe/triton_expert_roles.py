@@ -8,7 +8,7 @@ group's keeps tensor cores busy, and hands the depth back before it begins with 
 operations a clock, tiles ask the L2 cache for 48 bytes a clock of each multiprocessor. A group whose 64 rows hold no
 pair multiplies nothing.
 
-Gluon has no interpreter: a GPU alone tests this whole.
+Gluon has no interpreter: tests run this source with torch in its place, which knows neither warps nor layouts.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -182,7 +182,7 @@ def _multiply(target, memory, barriers, plan, kinds, limit, mine):
                     if group == 0:
                         mbarrier.arrive(ahead, count=1, pred=step == first_step)
                     stage = (stage + 1) % stages
-                    turn = turn ^ (stage == 0).to(gl.int32)
+                    turn = turn ^ (stage == 0)
                 first_step = -1  # the others follow from now on
                 if gated:
                     gate, up = _halves(total)
@@ -210,7 +210,7 @@ def _multiply(target, memory, barriers, plan, kinds, limit, mine):
                     mbarrier.wait(full.index(stage), turn)
                     mbarrier.arrive(empty.index(stage), count=1)
                     stage = (stage + 1) % stages
-                    turn = turn ^ (stage == 0).to(gl.int32)
+                    turn = turn ^ (stage == 0)
     if gated:
         tma.store_wait(0)
 
