@@ -55,7 +55,8 @@ def linear(
     launch: Stream,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As ``triton_linear.linear``, for what ``takes`` allows and at most ``launch.rows`` rows."""
+    """As ``triton_linear.linear``, for what ``takes`` allows and at most ``launch.rows`` rows. If ``early``, the weight
+    is read while kernels in front still run: none of them may write it."""
     T, K = x.shape
     N = weight.shape[0]
     assert 0 < T <= launch.rows, f"{T} rows in a launch for {launch.rows}"

@@ -36,6 +36,7 @@ BY_KERNELS = [
 
 
 def draw(*shape: int, spread: float = 1.0) -> torch.Tensor:
+    """Weights before x: a product may read its weight while the kernel in front ends, see ``triton_stream.linear``."""
     return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(0, spread)
 
 
@@ -82,8 +83,8 @@ def check(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.
 @pytest.mark.parametrize(("out_features", "in_features"), SIZES)
 def test_equals_fp64(out_features: int, in_features: int, rows: int, bias: bool, streamed: list[Stream]) -> None:
     """Sums of thousands of products of order 1 / sqrt(depth): fp32's rounding of them, then bf16's."""
-    wide, weight = draw(rows, in_features + 64), draw(out_features, in_features, spread=in_features**-0.5)
-    x, given = wide[:, 64:], draw(out_features) if bias else None
+    weight, given = draw(out_features, in_features, spread=in_features**-0.5), draw(out_features) if bias else None
+    x = draw(rows, in_features + 64)[:, 64:]
     got = linear(x, weight, given)
     assert streamed == expected(rows, out_features, in_features)
     check(got, x, weight, given)
@@ -92,7 +93,7 @@ def test_equals_fp64(out_features: int, in_features: int, rows: int, bias: bool,
 @pytest.mark.parametrize("rows", [2, 17, 64])
 def test_logits_are_the_sums_themselves(rows: int, streamed: list[Stream]) -> None:
     """fp32 from bf16, at the head: rounding them gives the narrow results."""
-    x, weight = draw(rows, 4096), draw(32768, 4096, spread=4096**-0.5)
+    weight, x = draw(32768, 4096, spread=4096**-0.5), draw(rows, 4096)
     got = torch.full((rows, 32768), torch.nan, device="cuda")
     logits(x, weight, out=got)
     assert streamed == expected(rows, 32768, 4096)
@@ -146,7 +147,7 @@ def test_every_way_of_launching_in_a_chain(rows: int, launch: Launch | Stream | 
 @pytest.mark.parametrize(("rows", "out_features", "in_features"), BY_KERNELS)
 def test_a_row_depends_on_itself_alone(rows: int, out_features: int, in_features: int) -> None:
     """Nor on how many there are, from 2 to 16, from 17 to 32 and from 33 to 64."""
-    x, weight = draw(rows, in_features), draw(out_features, in_features, spread=in_features**-0.5)
+    weight, x = draw(out_features, in_features, spread=in_features**-0.5), draw(rows, in_features)
     want = linear(x, weight, None)
     assert all(torch.equal(linear(x, weight, None), want) for _ in range(50))
     assert torch.equal(linear(x.flip(0), weight, None).flip(0), want)
