@@ -59,9 +59,7 @@ class LatentAttention:
             loader, "o_proj", mla.num_heads * mla.v_head_dim, config.hidden_size, bias=mla.attention_bias
         )
 
-    def __call__(
-        self, x: torch.Tensor, rotation: Rotation | None, asked: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, rotation: Rotation | None, asked: torch.Tensor | None = None) -> torch.Tensor:
         """x [Tp, hidden] -> [Tp, hidden], or of the rows ``asked`` for; ``rotation`` belongs to the rows of graph
         segments. Caches are written for all."""
         context = get_forward_context()
