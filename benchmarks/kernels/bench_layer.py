@@ -27,9 +27,10 @@ import torch
 from benchmarks.kernels.bench_moe import BYTES_PER_US, CHOICE, EXPERT_BYTES, HIDDEN, INNER, Report, Shape, draw
 from benchmarks.kernels.results import keep, out_file
 from sidestream.ops import linear as linear_operator
+from sidestream.ops import moe
 from sidestream.ops.hyper_connection import hyper_connection_post_pre, hyper_connection_pre
 from sidestream.ops.linear import linear
-from sidestream.ops.moe import experts, route
+from sidestream.ops.moe import ExpertSum, route, settled
 from sidestream.ops.norm import gated_rms_norm
 
 EXPERTS, HEADS, DIM = 64, 64, 128
@@ -69,7 +70,7 @@ class State:
     """Streams, the output that is to join them, and how."""
 
     streams: torch.Tensor
-    output: torch.Tensor
+    output: torch.Tensor | ExpertSum
     post: torch.Tensor
     mix: torch.Tensor
 
@@ -110,7 +111,7 @@ def through(state: State | torch.Tensor, of: Layer, seen: list[torch.Tensor] | N
     if seen is not None:
         seen.append(ids)
     named = {"weights": weights, "ids": ids, "num_shared": 1, "swiglu_limit": 10.0}
-    return State(streams, experts(x, of.w13, of.w2, **named), post, mix)
+    return State(streams, moe.unsummed_experts(x, of.w13, of.w2, **named), post, mix)
 
 
 def run(layers: list[Layer], x: torch.Tensor, seen: list[torch.Tensor] | None = None) -> State:
@@ -135,7 +136,7 @@ def library_linears() -> Iterator[None]:
 
 def bench(report: Report, layers: list[Layer], rows: int) -> None:
     x, seen = draw(rows, 4, HIDDEN), []
-    want = run(layers, x, seen).output.clone()
+    want = settled(run(layers, x, seen).output).clone()
     touched = statistics.mean(len(ids.unique()) + 1 for ids in seen)
     small = 4 * HIDDEN * (EXPERTS + 2 * 24 * 4)
     floor = (2 * HIDDEN * (PROJECTED + WIDTH) + touched * EXPERT_BYTES + small) / BYTES_PER_US
@@ -144,10 +145,13 @@ def bench(report: Report, layers: list[Layer], rows: int) -> None:
 
     def not_finite() -> float:
         """Another product's rounding may choose other experts, so values are not compared between variants."""
-        return 0.0 if bool(torch.isfinite(run(layers, x).output).all()) else float("inf")
+        return 0.0 if bool(torch.isfinite(settled(run(layers, x).output)).all()) else float("inf")
 
-    assert torch.equal(run(layers, x).output, want), "not the same bits again"
+    assert torch.equal(settled(run(layers, x).output), want), "not the same bits again"
     report.add(whole, "as it is", lambda _: run(layers, x), not_finite)
+    with patch.object(moe, "unsummed_experts", moe.experts):
+        assert torch.equal(settled(run(layers, x).output), want), "not the same bits with experts summed apart"
+        report.add(whole, "experts summed apart", lambda _: run(layers, x), not_finite)
     with library_linears():
         report.add(whole, "linears by the library", lambda _: run(layers, x), not_finite)
     with unstreamed():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sidestream.config.model import ModelConfig
@@ -9,7 +11,7 @@ from sidestream.core.forward_context import get_forward_context
 from sidestream.core.padding import pad_rows
 from sidestream.layers.linear import MergedLinear, Projection, RowLinear
 from sidestream.layers.loader import LayerLoader
-from sidestream.ops.moe import experts, route, swiglu
+from sidestream.ops.moe import ExpertSum, experts, route, swiglu, unsummed_experts
 
 
 class DenseMlp:
@@ -38,6 +40,7 @@ class MoeMlp:
         self.moe = moe = config.moe
         self.limit = config.swiglu_limit
         self.group = loader.group
+        self.sums_later = config.hyper_connection is not None and loader.group.size == 1
         hidden, local = config.hidden_size, loader.group.local("moe_intermediate_size", moe.intermediate_size)
         gate = loader.at("gate")
         self.router = gate.tensor("weight", (moe.num_experts, hidden), dtype=torch.float32)
@@ -59,8 +62,9 @@ class MoeMlp:
         self.w13[moe.num_experts :, local:] = up_rows.view(-1, local, hidden)
         self.w2[moe.num_experts :] = down_columns.view(hidden, -1, local).transpose(0, 1)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [Tp, hidden] -> [Tp, hidden]; zeros behind the true tokens."""
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | ExpertSum:
+        """x [Tp, hidden] -> [Tp, hidden]; zeros behind the true tokens. Where hyper-connections follow, and nothing of
+        other ranks or of padding is to join first, the experts' sum may be left to them."""
         moe = self.moe
         inputs = get_forward_context().inputs
         real = x[: inputs.segment_rows]
@@ -75,13 +79,8 @@ class MoeMlp:
             scale=moe.routed_scaling_factor,
             live=inputs.context_lens,
         )
-        out = experts(
-            real,
-            self.w13,
-            self.w2,
-            weights=weights,
-            ids=ids,
-            num_shared=moe.num_shared_experts,
-            swiglu_limit=self.limit,
-        )
+        named: dict[str, Any] = {"num_shared": moe.num_shared_experts, "swiglu_limit": self.limit}
+        if self.sums_later and real.shape == x.shape:
+            return unsummed_experts(real, self.w13, self.w2, weights=weights, ids=ids, **named)
+        out = experts(real, self.w13, self.w2, weights=weights, ids=ids, **named)
         return pad_rows(self.group.all_reduce(out), x.shape[0])

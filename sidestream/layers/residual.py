@@ -11,9 +11,11 @@ import torch
 from sidestream.config.model import ModelConfig
 from sidestream.layers.loader import LayerLoader
 from sidestream.ops.hyper_connection import hyper_connection_post, hyper_connection_post_pre, hyper_connection_pre
+from sidestream.ops.moe import ExpertSum
+from sidestream.ops.moe import settled as summed
 from sidestream.ops.norm import add_rms_norm, rms_norm
 
-Sublayer = Callable[[torch.Tensor], torch.Tensor]
+Sublayer = Callable[[torch.Tensor], torch.Tensor | ExpertSum]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class PendingStreams:
     its way: the arguments of ``hyper_connection_post``."""
 
     streams: torch.Tensor
-    output: torch.Tensor
+    output: torch.Tensor | ExpertSum
     post: torch.Tensor
     mix: torch.Tensor
 
@@ -76,7 +78,7 @@ class PlainResidual:
         else:
             x = settled(state)
             normed = rms_norm(x, self.weight, self.eps)
-        return PendingSum(x, sublayer(normed))
+        return PendingSum(x, summed(sublayer(normed)))
 
 
 class HyperConnection:

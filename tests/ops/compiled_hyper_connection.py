@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from benchmarks.kernel_resources import resources_of
 from benchmarks.precompile import begin
 from benchmarks.rehearsal import kernels_met, pretended_device
 from sidestream.ops.triton_rounding import narrowed
@@ -45,6 +46,23 @@ def between_sublayers(rows: int, hidden: int) -> None:
     operator._pre(streams, fn, base, **settings)
 
 
+def sums(rows: int) -> None:
+    """Of eight experts and a shared one, by themselves and while streams are mixed."""
+    from sidestream.ops.hyper_connection import triton_post, triton_post_pre
+    from sidestream.ops.moe import ExpertSum, triton_sum
+
+    partial, weights = made(rows * 9, 4096, dtype=torch.float32), made(rows, 8, dtype=torch.float32)
+    pending = ExpertSum(partial, weights, made(rows, 8, dtype=torch.int64), 1, torch.bfloat16)
+    streams, fn = made(rows, 4, 4096), made(24, 4 * 4096, dtype=torch.float32)
+    post, mix = made(rows, 4, 1, dtype=torch.float32), made(rows, 4, 4, dtype=torch.float32)
+    triton_sum.summed(pending, pdl=True)
+    if rows > triton_post_pre.MOST_ROWS:
+        triton_post.hyper_connection_post(streams, pending, post, mix=mix)
+    else:
+        launch = triton_post_pre.launch_for(rows, 4096)
+        triton_post_pre.mixed(streams, pending, post, fn, mix=mix, launch=launch)
+
+
 def main() -> None:
     stage = "counts"
     with pretended_device(), kernels_met(lambda: stage) as met:
@@ -52,13 +70,17 @@ def main() -> None:
         for rows, hidden in SIZES:
             stage = f"{rows} {hidden}"
             between_sublayers(rows, hidden)
+        for rows in (2, 8, 64):
+            stage = f"sums of {rows}"
+            sums(rows)
     begin()
     compiled = []
     for kernel in met.values():
         module, _, name = kernel.name.rpartition(".")
         ptx = getattr(import_module(module), name).preload(kernel.data).asm["ptx"]
+        spilled = resources_of(kernel).code.spilled if kernel.stage.startswith("sums") else None
         pairs, singles = (ptx.count(f"cvt.rn.{kind}.f32") for kind in ("bf16x2", "bf16"))
-        compiled.append({"name": name, "size": kernel.stage, "pairs": pairs, "singles": singles})
+        compiled.append({"name": name, "size": kernel.stage, "pairs": pairs, "singles": singles, "spilled": spilled})
     print(json.dumps(compiled))
 
 

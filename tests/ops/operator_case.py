@@ -10,6 +10,7 @@ import torch
 
 from sidestream.core.batch import Split
 from sidestream.core.ring import RingPlan
+from sidestream.ops.moe import ExpertSum
 from sidestream.ops.operator import OPERATORS
 
 Arguments = dict[str, Any]
@@ -46,12 +47,15 @@ def call(function: Callable[..., Any], arguments: Arguments) -> tuple[torch.Tens
 
 
 def tensors_of(arguments: Arguments) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor with its argument's name; those of a plan share one."""
+    """Every tensor with its argument's name; those of a plan, or of a pending sum, share one."""
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
             yield name, value
         elif isinstance(value, RingPlan):
             for part in value.tensors:
+                yield name, part
+        elif isinstance(value, ExpertSum):
+            for part in (value.partial, value.weights, value.ids):
                 yield name, part
 
 
@@ -61,6 +65,9 @@ def map_tensors(arguments: Arguments, change: Callable[[torch.Tensor], torch.Ten
             return change(value)
         if isinstance(value, RingPlan):
             return value.moved([change(tensor) for tensor in value.tensors])
+        if isinstance(value, ExpertSum):
+            parts = [change(tensor) for tensor in (value.partial, value.weights, value.ids)]
+            return ExpertSum(*parts, value.num_shared, value.dtype)
         return value
 
     return {name: mapped(value) for name, value in arguments.items()}

@@ -138,6 +138,24 @@ def post_case(dtype: torch.dtype) -> Callable[[int], Arguments]:
     return make
 
 
+def pending_sum(step: Step, dtype: torch.dtype, num_shared: int = 1) -> moe.ExpertSum:
+    ids = step.rand(ROWS, 8).argsort(dim=1)[:, :3].contiguous()
+    ids[TRUE_ROWS:] = -1
+    partial = step.randn(ROWS * (3 + num_shared), HIDDEN)
+    partial[: ROWS * 3][ids.flatten() < 0] = torch.nan
+    return moe.ExpertSum(partial, step.rand(ROWS, 3), ids, num_shared, dtype)
+
+
+def pending(make: Callable[[int], Arguments]) -> Callable[[int], Arguments]:
+    """The same call, the output yet to be summed."""
+
+    def made(seed: int) -> Arguments:
+        arguments = make(seed)
+        return {**arguments, "output": pending_sum(Step(seed), arguments["output"].dtype)}
+
+    return made
+
+
 def conv_case(rollback: int, dtype: torch.dtype) -> Callable[[int], Arguments]:
     def make(seed: int) -> Arguments:
         step, length = Step(seed), 3 + rollback
@@ -561,6 +579,8 @@ def _cases() -> Iterator[Case]:
         yield Case("hyper_connection.hyper_connection_pre", name, pre_case(dtype))
         yield Case("hyper_connection.hyper_connection_post", name, post_case(dtype))
         yield Case("hyper_connection.hyper_connection_post_pre", name, post_pre_case(dtype))
+        for operator, plain in (("hyper_connection_post", post_case), ("hyper_connection_post_pre", post_pre_case)):
+            yield Case(f"hyper_connection.{operator}", f"{name}-pending", pending(plain(dtype)))
         for dim in (DIM, 32):  # matrix units take the second
             for kpool in (1, 4):
                 yield Case("indexer.select_topk_decode", f"{name}-kpool{kpool}-{dim}", select_case(kpool, dtype, dim))
@@ -569,7 +589,8 @@ def _cases() -> Iterator[Case]:
                 case = write_normed_keys_case(interleaved, dtype, dim)
                 yield Case("indexer.write_normed_keys", f"{name}-{dim}-{interleaved}", case)
         for num_shared in (0, 1, 2):
-            yield Case("moe.experts", f"{name}-shared{num_shared}", experts_case(dtype, num_shared))
+            for operator in ("experts", "unsummed_experts"):
+                yield Case(f"moe.{operator}", f"{name}-shared{num_shared}", experts_case(dtype, num_shared))
         for rollback in (0, 2):
             yield Case("kda.short_conv", f"{name}-rollback{rollback}", conv_case(rollback, dtype))
             yield Case("kda.decode_step", f"{name}-rollback{rollback}", decode_step_case(rollback, dtype))

@@ -48,3 +48,15 @@ def test_numbers_of_a_real_model_are_rounded_in_pairs(compiled: list[dict[str, A
     assert all(singles == 0 for _, singles in found.values())
     assert found["_mix_and_multiply"][0] > 0
     assert found["_finish"][0] > 0
+
+
+def test_sums_of_experts_fit_beside_what_reads_them(compiled: list[dict[str, Any]]) -> None:
+    found = {
+        (kernel["size"], kernel["name"]): kernel["spilled"] for kernel in compiled if kernel["spilled"] is not None
+    }
+    assert found == {
+        ("sums of 2", "_sum"): [0, 0],  # one for all numbers of tokens
+        ("sums of 2", "_mix_and_multiply"): [0, 0],
+        ("sums of 8", "_mix_and_multiply_rows"): [0, 0],
+        ("sums of 64", "_mix"): [0, 0],
+    }

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from sidestream.ops.hyper_connection import torch_impl
+from sidestream.ops.moe.expert_sum import ExpertSum
 from sidestream.ops.operator import operator
 
 __all__ = ["hyper_connection_post", "hyper_connection_post_pre", "hyper_connection_pre"]
@@ -44,7 +45,9 @@ def _pre(
 
 
 @hyper_connection_post.register("cuda")
-def _post(streams: torch.Tensor, output: torch.Tensor, post: torch.Tensor, *, mix: torch.Tensor) -> torch.Tensor:
+def _post(
+    streams: torch.Tensor, output: torch.Tensor | ExpertSum, post: torch.Tensor, *, mix: torch.Tensor
+) -> torch.Tensor:
     function = torch_impl.hyper_connection_post
     if streams.is_cuda:
         from sidestream.ops.hyper_connection import triton_post
@@ -57,7 +60,7 @@ def _post(streams: torch.Tensor, output: torch.Tensor, post: torch.Tensor, *, mi
 @hyper_connection_post_pre.register("cuda")
 def _post_pre(
     streams: torch.Tensor,
-    output: torch.Tensor,
+    output: torch.Tensor | ExpertSum,
     post: torch.Tensor,
     fn: torch.Tensor,
     base: torch.Tensor,

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from sidestream.ops.constants import constant
+from sidestream.ops.moe.expert_sum import ExpertSum, settled
 from sidestream.ops.norm.torch_impl import inverse_rms, rms_norm
 
 NUMPY_MAX_TOKENS = 128
@@ -72,7 +73,7 @@ def hyper_connection_pre(
 
 
 def hyper_connection_post(
-    streams: torch.Tensor, output: torch.Tensor, post: torch.Tensor, *, mix: torch.Tensor
+    streams: torch.Tensor, output: torch.Tensor | ExpertSum, post: torch.Tensor, *, mix: torch.Tensor
 ) -> torch.Tensor:
     """New streams: ``out[j] = 2 * post[j] * output + sum over i of mix[j, i] * streams[i]``.
 
@@ -80,7 +81,7 @@ def hyper_connection_post(
 
     Args:
         streams: [T, S, H], the residual from before the sublayer.
-        output: [T, H] of the sublayer.
+        output: [T, H] of the sublayer, or what it is yet to be summed from, rounded to ``streams.dtype`` then too.
         post: [T, S, 1] and
         mix: [T, S, S] fp32, from ``hyper_connection_pre``; both are rounded to ``streams.dtype`` first, as there.
     Returns:
@@ -88,12 +89,12 @@ def hyper_connection_post(
     """
     if streams.dtype is not torch.float32:
         mix, post = mix.to(streams.dtype), post.to(streams.dtype)
-    return torch.bmm(mix, streams).addcmul_(post, output.unsqueeze(1), value=2)
+    return torch.bmm(mix, streams).addcmul_(post, settled(output).unsqueeze(1), value=2)
 
 
 def hyper_connection_post_pre(
     streams: torch.Tensor,
-    output: torch.Tensor,
+    output: torch.Tensor | ExpertSum,
     post: torch.Tensor,
     fn: torch.Tensor,
     base: torch.Tensor,

@@ -1,17 +1,22 @@
 """New hyper-connection streams as one Triton kernel: a program mixes some columns of a row's four streams.
 
+An output that is yet to be summed (``ExpertSum``) is summed on the way, as the kernel of ``triton_sum`` does it.
+
 Floor at 4 streams of 4,096 bf16: 72 KB a row, 17 ns; a launch (about 1.5 us) up to 64 rows, 140 us at 8,192.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sidestream.ops.moe.expert_sum import ExpertSum
+from sidestream.ops.moe.triton_sum import expert_sum
 from sidestream.ops.triton_rounding import narrowed, rounded
 
 STREAMS = 4
@@ -35,15 +40,23 @@ def launch_for(rows: int) -> Launch:
     return Launch(columns=512, warps=4, early=True) if rows <= 128 else Launch(columns=1024, warps=4)
 
 
-def takes(streams: torch.Tensor, output: torch.Tensor) -> bool:
+def takes(streams: torch.Tensor, output: torch.Tensor | ExpertSum) -> bool:
     """Whether the kernel runs these: four contiguous streams, an output of their dtype."""
-    same = streams.dtype == output.dtype and output.stride(1) == 1
+    same = streams.dtype == output.dtype and (isinstance(output, ExpertSum) or output.stride(1) == 1)
     return streams.numel() > 0 and streams.shape[1] == STREAMS and streams.is_contiguous() and same
+
+
+def output_arguments(output: torch.Tensor | ExpertSum) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Arguments ``output`` and others by which kernels read a sublayer's output or sum it."""
+    if isinstance(output, torch.Tensor):
+        return output, {"weights": None, "ids": None, "TOP_K": 0, "SHARED": 0}
+    choice: dict[str, Any] = {"weights": output.weights, "ids": output.ids}
+    return output.partial, {**choice, "TOP_K": output.ids.shape[1], "SHARED": output.num_shared}
 
 
 def hyper_connection_post(
     streams: torch.Tensor,
-    output: torch.Tensor,
+    output: torch.Tensor | ExpertSum,
     post: torch.Tensor,
     *,
     mix: torch.Tensor,
@@ -56,16 +69,18 @@ def hyper_connection_post(
     compiled = isinstance(_mix, triton.JITFunction)
     early = launch.early and compiled
     out = torch.empty_like(streams)
+    read, choice = output_arguments(output)
     _mix[(T, triton.cdiv(H, launch.columns))](
         streams,
-        output,
+        read,
         post,
         mix,
         out,
-        output.stride(0),
+        read.stride(0),
         post.stride(0),
         post.stride(1),
         *mix.stride(),
+        **choice,
         H=H,
         BLOCK=launch.columns,
         EARLY=early,
@@ -90,12 +105,17 @@ def _mix(
     mix_row: tl.tensor,
     mix_to: tl.tensor,
     mix_from: tl.tensor,
+    weights: tl.tensor,
+    ids: tl.tensor,
     H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
     AHEAD: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
+    """With ``TOP_K`` the output is pending: ``output`` holds the rows that ``weights`` and ``ids`` make it of."""
     if EARLY and not AHEAD:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -108,7 +128,12 @@ def _mix(
     x3 = tl.load(x + 3 * H, mask=real, other=0.0).to(tl.float32)
     if EARLY and AHEAD:
         gdc_wait()
-    given = tl.load(output + row * output_row + h, mask=real, other=0.0).to(tl.float32)
+    if TOP_K > 0:
+        given = tl.zeros([BLOCK], tl.float32)
+        given = expert_sum(output, weights, ids, row, h, real, tl.num_programs(0), given, H, TOP_K, SHARED)
+        given = rounded(given, out.dtype.element_ty, FAST)
+    else:
+        given = tl.load(output + row * output_row + h, mask=real, other=0.0).to(tl.float32)
     mix += row * mix_row
     post += row * post_row
     if EARLY:

@@ -19,9 +19,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.ops.hyper_connection import triton_post, triton_pre
-from sidestream.ops.hyper_connection.triton_post import new_stream, shares
+from sidestream.ops.hyper_connection.triton_post import new_stream, output_arguments, shares
 from sidestream.ops.hyper_connection.triton_pre import COLUMNS, Launch
-from sidestream.ops.triton_rounding import bf16_terms, not_before
+from sidestream.ops.moe.expert_sum import ExpertSum
+from sidestream.ops.moe.triton_sum import expert_sum
+from sidestream.ops.triton_rounding import bf16_terms, not_before, rounded
 
 MOST_ROWS = 16
 """More are mixed in one kernel and multiplied in another, which was faster at 32 and 64."""
@@ -39,7 +41,11 @@ def launch_for(rows: int, hidden: int) -> Launch:
 
 
 def takes(
-    streams: torch.Tensor, output: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, norm_weight: torch.Tensor
+    streams: torch.Tensor,
+    output: torch.Tensor | ExpertSum,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    norm_weight: torch.Tensor,
 ) -> bool:
     """Whether the kernels run these: what ``triton_post`` and ``triton_pre`` take, in few rows of suitable width."""
     T, _, H = streams.shape
@@ -55,7 +61,7 @@ def _fits(hidden: int, launch: Launch) -> bool:
 
 def hyper_connection_post_pre(
     streams: torch.Tensor,
-    output: torch.Tensor,
+    output: torch.Tensor | ExpertSum,
     post: torch.Tensor,
     fn: torch.Tensor,
     base: torch.Tensor,
@@ -87,7 +93,7 @@ def hyper_connection_post_pre(
 
 def mixed(
     streams: torch.Tensor,
-    output: torch.Tensor,
+    output: torch.Tensor | ExpertSum,
     post: torch.Tensor,
     fn: torch.Tensor,
     *,
@@ -101,9 +107,11 @@ def mixed(
     early, fast = launch.early and compiled, compiled and streams.dtype == torch.bfloat16
     out = torch.empty_like(streams)
     partials = torch.empty(T, launch.shares, COLUMNS, dtype=torch.float32, device=streams.device)
-    tensors = (streams, output, post, mix, fn, out, partials)
-    strides = (output.stride(0), post.stride(0), post.stride(1), *mix.stride())
+    read, choice = output_arguments(output)
+    tensors = (streams, read, post, mix, fn, out, partials)
+    strides = (read.stride(0), post.stride(0), post.stride(1), *mix.stride())
     cut: dict[str, Any] = {"H": H, "SHARES": launch.shares, "WIDTH": H // launch.shares, "FAST": fast, "EARLY": early}
+    cut.update(choice)
     options: dict[str, Any] = {"num_warps": launch.warps, **({"launch_pdl": True} if early else {})}
     if launch.block == 1:
         _mix_and_multiply[(T, launch.shares)](*tensors, *strides, **cut, **options)
@@ -131,7 +139,11 @@ def _mix_and_multiply(
     mix_row: tl.tensor,
     mix_to: tl.tensor,
     mix_from: tl.tensor,
+    weights: tl.tensor,
+    ids: tl.tensor,
     H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
     SHARES: tl.constexpr,
     WIDTH: tl.constexpr,
     FAST: tl.constexpr,
@@ -158,7 +170,12 @@ def _mix_and_multiply(
     x1 = tl.load(x + H).to(tl.float32)
     x2 = tl.load(x + 2 * H).to(tl.float32)
     x3 = tl.load(x + 3 * H).to(tl.float32)
-    given = tl.load(output + row * output_row + h).to(tl.float32)
+    if TOP_K > 0:
+        total = tl.zeros([WIDTH], tl.float32)
+        total = expert_sum(output, weights, ids, row, h, h >= 0, tl.num_programs(0), total, H, TOP_K, SHARED)
+        given = rounded(total, out.dtype.element_ty, FAST)
+    else:
+        given = tl.load(output + row * output_row + h).to(tl.float32)
     mix += row * mix_row
     post += row * post_row
     s0 = shares(mix, post, mix_from)
@@ -197,7 +214,11 @@ def _mix_and_multiply_rows(
     mix_to: tl.tensor,
     mix_from: tl.tensor,
     T: tl.tensor,
+    weights: tl.tensor,
+    ids: tl.tensor,
     H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
     SHARES: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -227,7 +248,13 @@ def _mix_and_multiply_rows(
     x1 = tl.load(x + H).to(tl.float32)
     x2 = tl.load(x + 2 * H).to(tl.float32)
     x3 = tl.load(x + 3 * H).to(tl.float32)
-    given = tl.load(output + known * output_row + h[None, :]).to(tl.float32)
+    if TOP_K > 0:
+        total = tl.zeros([BLOCK, WIDTH], tl.float32)
+        at, all_of = h[None, :], (h >= 0)[None, :]
+        total = expert_sum(output, weights, ids, known, at, all_of, T, total, H, TOP_K, SHARED)
+        given = rounded(total, out.dtype.element_ty, FAST)
+    else:
+        given = tl.load(output + known * output_row + h[None, :]).to(tl.float32)
     mix += known * mix_row
     post += known * post_row
     s0 = shares(mix, post, mix_from)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from sidestream.ops.decode_groups import scratch_of
 from sidestream.ops.moe import torch_impl
+from sidestream.ops.moe.expert_sum import ExpertSum
 from sidestream.ops.moe.torch_impl import fits_grouped_mm, grouped_experts, swiglu
 from sidestream.ops.moe.triton_tiles import MANY_ROWS, ROLES, expert_tiles, router_tiles
 
@@ -101,6 +102,37 @@ def grouped_where_possible(
     if not (x.is_cuda and _grouped_on_device(x.device) and fits_grouped_mm(w13)):
         return expert_by_expert(x, w13, w2, weights=weights, ids=ids, num_shared=num_shared, swiglu_limit=swiglu_limit)
     return grouped(x, w13, w2, weights=weights, ids=ids, num_shared=num_shared, swiglu_limit=swiglu_limit)
+
+
+def unsummed_where_possible(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    *,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    num_shared: int,
+    swiglu_limit: float | None,
+) -> torch.Tensor | ExpertSum:
+    """``grouped_where_possible`` whose sum is left pending where it would be a launch of its own and its terms are few:
+    they live until whoever sums them is done. Settled, it has the same bits."""
+    if _suits_triton(x, w13, w2):
+        from sidestream.ops.moe import triton_grouped
+
+        if 1 < x.shape[0] <= triton_grouped.FP32_PARTIAL_TOKENS:
+            return triton_grouped.unsummed(
+                x,
+                w13,
+                w2,
+                weights=weights,
+                ids=ids,
+                num_shared=num_shared,
+                swiglu_limit=swiglu_limit,
+                tiles=expert_tiles(x.shape[0], ids.shape[1], w13.shape[0] - num_shared),
+            )
+    return grouped_where_possible(
+        x, w13, w2, weights=weights, ids=ids, num_shared=num_shared, swiglu_limit=swiglu_limit
+    )
 
 
 def _suits_triton(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> bool:

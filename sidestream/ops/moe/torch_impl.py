@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from sidestream.ops.constants import constant
+from sidestream.ops.moe.expert_sum import ExpertSum
 
 FEW_ROWS = 64
 """Pairs of token and expert up to which the host groups them."""
@@ -156,6 +157,23 @@ def experts(
         shared = _sum_of_all(x, w13[num_experts:], w2[num_experts:], swiglu_limit)
     summed = torch.baddbmm(shared.float().unsqueeze(1), weights.unsqueeze(1), chosen.float())
     return summed.squeeze(1).to(x.dtype)
+
+
+def unsummed_experts(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    *,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    num_shared: int,
+    swiglu_limit: float | None,
+) -> torch.Tensor | ExpertSum:
+    """``experts``, whose sum may be left to whoever reads it: one for which ``expert_sum.settled`` knows what to do.
+
+    Here it never is.
+    """
+    return experts(x, w13, w2, weights=weights, ids=ids, num_shared=num_shared, swiglu_limit=swiglu_limit)
 
 
 def _sum_of_all(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, swiglu_limit: float | None) -> torch.Tensor:

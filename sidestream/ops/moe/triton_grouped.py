@@ -1,9 +1,10 @@
 """Experts of two tokens and more in Triton: pairs are grouped by expert on the device, in blocks of equal height.
 
 Four launches: the plan (which pairs make up each block), gate and up with the clamped SwiGLU behind them, down, and
-each token's weighted sum in the order of its choice. Grids follow from sizes alone: blocks beyond those that the choice
-needs leave at once. An expert's weights are read by its own blocks only, so what nobody chose is never read. Sizes that
-change from step to step are not specialised, so that a new one never compiles anything.
+each token's weighted sum in the order of its choice (``triton_sum``), which may be left to whoever reads it. Grids
+follow from sizes alone: blocks beyond those that the choice needs leave at once. An expert's weights are read by its
+own blocks only, so what nobody chose is never read. Sizes that change from step to step are not specialised, so that a
+new one never compiles anything.
 
 A pair is one token at one of its experts. Numbers: token * top_k + place for chosen ones, then tokens * top_k +
 shared * tokens + token for shared ones.
@@ -17,7 +18,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sidestream.ops.moe.expert_sum import ExpertSum
 from sidestream.ops.moe.triton_plan import plan
+from sidestream.ops.moe.triton_sum import summed
 from sidestream.ops.moe.triton_swiglu import clamped_swiglu
 from sidestream.ops.moe.triton_tiles import ExpertTiles, dividing
 
@@ -44,13 +47,29 @@ def experts(
     An id of -1 takes no expert: padding rows that have it cost no weights, and get the shared experts' sum alone.
     A row's bits depend on the row, on the number of tokens and on ``tiles``, never on what other tokens chose.
     """
+    limit = swiglu_limit
+    pending = unsummed(x, w13, w2, weights=weights, ids=ids, num_shared=num_shared, swiglu_limit=limit, tiles=tiles)
+    return summed(pending, pdl=tiles.pdl and not UPCAST)
+
+
+def unsummed(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    *,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    num_shared: int,
+    swiglu_limit: float | None,
+    tiles: ExpertTiles,
+) -> ExpertSum:
+    """``experts`` but for its last launch."""
     T, H = x.shape
     top_k, num_experts = ids.shape[1], w13.shape[0] - num_shared
     pairs, rows = T * top_k, tiles.rows
     routed_blocks = (pairs + min(num_experts, pairs) * (rows - 1)) // rows
     shared_blocks = triton.cdiv(T, rows)
     blocks = routed_blocks + num_shared * shared_blocks
-    out = torch.empty(T, H, dtype=x.dtype, device=x.device)
     ids = ids.contiguous()
     pdl = tiles.pdl and not UPCAST
     order, block_expert = plan(ids, num_experts=num_experts, rows=rows, blocks=routed_blocks, pdl=pdl)
@@ -64,22 +83,7 @@ def experts(
 
         run = triton_expert_roles.partial_sums
         partial = run(x, w13, w2, where, blocks=blocks, top_k=top_k, swiglu_limit=swiglu_limit)
-    block = dividing(H, 1024 if T > 64 else 256)
-    _sum[(T, H // block)](
-        partial,
-        weights.contiguous(),
-        ids,
-        out,
-        T,
-        H=H,
-        TOP_K=top_k,
-        SHARED=num_shared,
-        BLOCK=block,
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=4,
-    )
-    return out
+    return ExpertSum(partial, weights.contiguous(), ids, num_shared, x.dtype)
 
 
 def _multiply(
@@ -298,34 +302,3 @@ def _down(
             w2_at += DEPTH
     at = partial + pair.to(tl.int64)[:, None] * H + column[None, :]
     tl.store(at, total.to(partial.dtype.element_ty), mask=(pair >= 0)[:, None])
-
-
-@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
-def _sum(
-    partial: tl.tensor,
-    weights: tl.tensor,
-    ids: tl.tensor,
-    out: tl.tensor,
-    tokens: tl.tensor,
-    H: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    """out [tokens, H] = weights * partial over a token's choice in its order, then its shared experts, in fp32."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for place in tl.static_range(TOP_K):
-        pair = token * TOP_K + place
-        taken = (tl.load(ids + pair) >= 0) & (column >= 0)
-        value = tl.load(weights + pair) * tl.load(partial + pair * H + column, mask=taken, other=0.0).to(tl.float32)
-        total += tl.where(taken, value, 0.0)
-    for shared in tl.static_range(SHARED):
-        pair = token + tokens * (TOP_K + shared)
-        total += tl.load(partial + pair * H + column).to(tl.float32)
-    tl.store(out + token * H + column, total.to(out.dtype.element_ty))

@@ -220,14 +220,14 @@ def test_padding_rows_of_a_decode_choose_no_expert(
 ) -> None:
     """So that a captured batch reads the weights of its tokens' experts alone."""
     make_model("glm5_next", tmp_path)
-    real, chosen = mlp.experts, {}
+    real, chosen = mlp.unsummed_experts, {}
 
-    def experts(x: torch.Tensor, *weights: torch.Tensor, ids: torch.Tensor, **named: Any) -> torch.Tensor:
+    def experts(x: torch.Tensor, *weights: torch.Tensor, ids: torch.Tensor, **named: Any) -> Any:
         if get_forward_context().inputs.uniform:
             chosen.setdefault(ids.shape, []).append(ids)
         return real(x, *weights, ids=ids, **named)
 
-    monkeypatch.setattr(mlp, "experts", experts)
+    monkeypatch.setattr(mlp, "unsummed_experts", experts)
     with captured_sizes(BUCKET):
         harness = SimHarness(tmp_path, setting, **EIGHT)
     (all_ids,) = chosen.values()

@@ -15,6 +15,7 @@ from sidestream.ops.hyper_connection import (
     triton_post,
     triton_post_pre,
 )
+from sidestream.ops.moe import ExpertSum, settled
 from tests.tolerances import BF16_STEPS, FP32_GEMM
 
 pytestmark = pytest.mark.gpu
@@ -54,6 +55,22 @@ def test_both_at_once_are_one_after_the_other(rows: int) -> None:
     assert float(error) < BF16_STEPS
     for a, b in zip(got[2:], want[1:], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=FP32_GEMM)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 16, 17, 64])
+def test_experts_summed_on_the_way_are_those_summed_apart(rows: int) -> None:
+    made, (streams, _, post, mix) = site(), given(rows)
+    ids = torch.rand(rows, 64, device="cuda").topk(8).indices
+    ids[1, 3], ids[-1] = -1, -1
+    partial = torch.randn(rows * 9, HIDDEN, device="cuda")
+    partial[: rows * 8][ids.flatten() < 0] = torch.nan
+    output = ExpertSum(partial, torch.rand(rows, 8, device="cuda"), ids, 1, torch.bfloat16)
+    got = hyper_connection_post_pre(streams, output, post, mix=mix, **made, **SETTINGS)
+    want = hyper_connection_post_pre(streams, settled(output), post, mix=mix, **made, **SETTINGS)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(hyper_connection_post(streams, output, post, mix=mix), got[0])
+    assert torch.isfinite(got[0]).all()
 
 
 @pytest.mark.parametrize("rows", [3, 16, 17, 64, 100])
