@@ -46,7 +46,13 @@ class PagedLatentAttention:
         self._leader(layer).set_logical_topk_ready()
 
     def attend(
-        self, layer: int, query: torch.Tensor, latent: torch.Tensor, *, rope_key: torch.Tensor | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        latent: torch.Tensor,
+        *,
+        rope_key: torch.Tensor | None,
+        asked: torch.Tensor | None = None,
     ) -> torch.Tensor:
         context = get_forward_context()
         inputs, pool = context.inputs, context.caches[layer].kv
@@ -57,8 +63,9 @@ class PagedLatentAttention:
         write_rows(pool, inputs.slot_mapping[:rows], latent, rope=rope_key, layout=self._layout)
         group = self._group_of.get(layer)
         if group is None:
-            return pad_rows(self._dense(query, pool, inputs), given)
-        return self._sparse(group, layer, query, pool, inputs, size=given)
+            out = self._dense(query, pool, inputs)
+            return pad_rows(out, given) if asked is None else out.index_select(0, asked)
+        return self._sparse(group, layer, query, pool, inputs, size=given, asked=asked)
 
     def _sparse(
         self,
@@ -69,8 +76,12 @@ class PagedLatentAttention:
         inputs: StepInputs,
         *,
         size: int,
+        asked: torch.Tensor | None,
     ) -> torch.Tensor:
         rows, counts = group.convert_logical_to_physical_topk(inputs, layer)
+        if asked is not None:
+            query, rows, counts = (each.index_select(0, asked) for each in (query, rows, counts))
+            size = query.shape[0]
         scale, layout = self._scale, self._layout
         out, _ = sparse_mla(query, pool, rows, counts=counts, scale=scale, layout=layout, with_lse=False, out_rows=size)
         return out

@@ -14,7 +14,13 @@ class MLAttention(Protocol):
     """Latent attention of one step: writes this step's rows, then attends."""
 
     def attend(
-        self, layer: int, query: torch.Tensor, latent: torch.Tensor, *, rope_key: torch.Tensor | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        latent: torch.Tensor,
+        *,
+        rope_key: torch.Tensor | None,
+        asked: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend with absorbed queries.
 
@@ -23,8 +29,9 @@ class MLAttention(Protocol):
             query: [S, H, r + p], the nope part already multiplied by W_UK; S is ``StepInputs.segment_rows``.
             latent: [S, r] normalised latents of this step's tokens.
             rope_key: [S, p], rotated where the model rotates; None if p == 0.
+            asked: [N] int64 rows whose result somebody reads; None: all.
         Returns:
-            [S, H, r] attention-weighted latents; zeros behind ``StepInputs.mixer_rows``.
+            [S, H, r] attention-weighted latents; zeros behind ``StepInputs.mixer_rows``. Or [N, H, r].
         """
         ...
 

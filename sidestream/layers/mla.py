@@ -5,6 +5,8 @@ DeepSeek-V2 (arXiv 2405.04434), section 2.1; formulas as in the hub model ``deep
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from sidestream.config.model import IndexerKind, ModelConfig
@@ -82,14 +84,12 @@ class LatentAttention:
         attended = across_break(
             f"attention of layer {self.layer}",
             "attention",
-            self._attend,
+            partial(self._attend, asked=asked),
             absorbed,
             latent,
             rope_key,
             out=(rows, self.num_heads, mla.kv_lora_rank),
         )
-        if asked is not None:
-            attended = attended.index_select(0, asked)
         values = by_head(attended, self.w_uv).reshape(attended.shape[0], -1)
         return self.out(pad_rows(values, x.shape[0]) if asked is None else values)
 
@@ -108,6 +108,8 @@ class LatentAttention:
             rope_key = apply_rope_pair(rope_query, rope_key, *rotation, interleaved=True, out=turned)
         return absorbed, rope_key
 
-    def _attend(self, query: torch.Tensor, latent: torch.Tensor, rope_key: torch.Tensor | None) -> torch.Tensor:
-        """[S, H, r + p] queries -> [S, H, r]."""
-        return get_forward_context().attention.attend(self.layer, query, latent, rope_key=rope_key)
+    def _attend(
+        self, query: torch.Tensor, latent: torch.Tensor, rope_key: torch.Tensor | None, *, asked: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[S, H, r + p] queries -> [S, H, r], or of the rows asked for."""
+        return get_forward_context().attention.attend(self.layer, query, latent, rope_key=rope_key, asked=asked)
