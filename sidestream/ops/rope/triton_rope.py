@@ -122,7 +122,8 @@ def _rotate_pair(
     HALF: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """The last program of a token takes its key, the others its query."""
+    """The last program of a token takes its key, the others its query. Shapes differ in both, and so must names: compiled
+    code has one type for a name behind a branch."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -131,13 +132,13 @@ def _rotate_pair(
     c = tl.load(cos + token * cos_stride + pair, mask=pair < half, other=0.0)[None, :]
     s = tl.load(sin + token * sin_stride + pair, mask=pair < half, other=0.0)[None, :]
     if tl.program_id(1) == tl.num_programs(1) - 1:
-        head = tl.arange(0, 1).to(tl.int64)[:, None]
-        key_row, row = key + token * key_token + head, key_out + token * (2 * half) + head
-        _turn(key_row, row, head == 0, key_stride, c, s, half, INTERLEAVED, 1, HALF)
+        only = tl.arange(0, 1).to(tl.int64)[:, None]
+        key_row, key_out_row = key + token * key_token + only, key_out + token * (2 * half) + only
+        _turn(key_row, key_out_row, only == 0, key_stride, c, s, half, INTERLEAVED, 1, HALF)
     else:
         head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
-        query_row, row = query + token * token_stride + head * head_stride, out + token * out_token + head * out_head
-        _turn(query_row, row, head < heads, stride, c, s, half, INTERLEAVED, HEADS, HALF)
+        row, out_row = query + token * token_stride + head * head_stride, out + token * out_token + head * out_head
+        _turn(row, out_row, head < heads, stride, c, s, half, INTERLEAVED, HEADS, HALF)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
