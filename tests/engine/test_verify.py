@@ -209,8 +209,8 @@ def test_a_fault_in_a_graph_mode_is_named_by_step_and_layer(folder: Path, monkey
             return out * 1.5 if here == [len(prompt) + 2] else out
         return out
 
-    def wrong_graph(self: DecoderLayer, state: ResidualState, rotation: Any) -> ResidualState:
-        out = decode(self, state, rotation)
+    def wrong_graph(self: DecoderLayer, state: ResidualState, *rest: Any) -> ResidualState:
+        out = decode(self, state, *rest)
         if get_forward_context().mode is CUDAGraphMode.FULL and attends_in_layer_1(self):
             return settled(out) * 1.25
         return out
@@ -285,8 +285,8 @@ def test_a_fault_of_chunked_prefill_is_named_by_prompt_token_and_layer(
 ) -> None:
     decode = DecoderLayer.__call__
 
-    def forgets(self: DecoderLayer, state: ResidualState, rotation: Any) -> ResidualState:
-        out, inputs = decode(self, state, rotation), get_forward_context().inputs
+    def forgets(self: DecoderLayer, state: ResidualState, *rest: Any) -> ResidualState:
+        out, inputs = decode(self, state, *rest), get_forward_context().inputs
         later_chunk = inputs.num_decode == 0 and inputs.segments[0].start_position > 0
         return settled(out) * 1.5 if later_chunk and attends_in_layer_1(self) else out
 
@@ -314,8 +314,8 @@ def test_a_fault_of_batches_is_named_by_a_rerun_of_the_batch(
         shared[0] = self in again and len(chunks) > 1 and chunks[-1].is_decode
         return forward(self, chunks, token_ids, **unknown)
 
-    def wrong(self: DecoderLayer, state: ResidualState, rotation: Any) -> ResidualState:
-        out = decode(self, state, rotation)
+    def wrong(self: DecoderLayer, state: ResidualState, *rest: Any) -> ResidualState:
+        out = decode(self, state, *rest)
         return settled(out) * 1.5 if shared[0] and isinstance(self.mixer, KimiDeltaAttention) else out
 
     monkeypatch.setattr(ModelRunner, "forward", noting)

@@ -122,8 +122,8 @@ def _rotate_pair(
     HALF: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """The last program of a token takes its key, the others its query. Shapes differ in both, and so must names: compiled
-    code has one type for a name behind a branch."""
+    """The last program of a token takes its key, the others its query. Shapes differ in both, and so must names:
+    compiled code has one type for a name behind a branch."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
