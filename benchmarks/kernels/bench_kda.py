@@ -7,7 +7,7 @@ and written once (8.4 MB) at 4.28 TB/s; times are medians of graphs of 20 calls,
 what a kernel that only scales the states in place takes, and one that moves the convolution's rings, too (0.2 MB a
 row): nothing that reads and writes them all can be faster. "In a layer" is what a step adds to the two projections
 around it, which decide when it can start and what may start before it ends. Floor of a prompt's chunked product: see
-``triton_chunked``; times are medians of eager calls. A launch that was wrong, or for which no time was left
+``triton_chunked``; times are medians of eager calls. A launch that was wrong, or a batch for which no time was left
 (``BENCH_SECONDS`` of it, once all are compiled), makes the exit status 1.
 """
 
@@ -18,9 +18,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -58,33 +57,10 @@ L2_BYTES = 100e6
 WORST = 0.02
 """Relative error in norm: bf16 results against fp32 ones."""
 
-LATE = Launch(True, early=True, releases=True, late=True)
-MANY = (
-    Launch(True, in_turn=2),
-    Launch(True, early=True),
-    Launch(True, streaming=True),
-    Launch(True, early=True, streaming=True),
-    Launch(True, ahead=4),
-    Launch(True, beyond=4),
-)
-CANDIDATES: dict[int, tuple[Launch, ...]] = {
-    1: (LATE, Launch(True, early=True, releases=True, ahead=2), replace(LATE, ahead=2)),
-    2: (LATE,),
-    4: (LATE,),
-    8: (LATE,),
-    32: MANY,
-    64: MANY,
-    128: (Launch(True, rows=64, in_turn=2), Launch(True, rows=64, streaming=True), Launch(True, rows=64, early=True)),
-}
-"""What is timed beside the launch in use, by rows, the more promising first. A row of states is 4.2 MB: two of them are
-8 MB of an L2 cache of 50, four 17."""
-
 
 def steps_of(batches: Iterable[int]) -> list[Launch]:
-    """What is launched for so many rows, then what is timed beside it, each once."""
-    batches = tuple(batches)
-    usual = [usual_launch(rows) for rows in batches]
-    return list(dict.fromkeys([*usual, *(launch for rows in batches for launch in CANDIDATES.get(rows, ()))]))
+    """What is launched for so many rows, each once."""
+    return list(dict.fromkeys(map(usual_launch, batches)))
 
 
 def arguments(rows: int, seed: int) -> dict[str, Any]:
@@ -251,49 +227,43 @@ class Projections:
 
 
 def time_decodes(
-    right: Iterable[Launch], batches: Iterable[int], results: dict[str, Any], until: float, path: Path | None
+    right: Collection[Launch], batches: Iterable[int], results: dict[str, Any], until: float, path: Path | None
 ) -> list[str]:
-    """What is in use at each batch whatever the time, what stands beside it until then. Returns what was not timed."""
+    """What is in use at each batch that is begun by then, if it is right. Returns the batches that were not begun."""
     missed = []
     for rows in batches:
-        usual = usual_launch(rows)
-        wanted = [launch for launch in (usual, *CANDIDATES.get(rows, ())) if launch in right]
+        launch = usual_launch(rows)
         if time.monotonic() > until:
-            missed += [f"batch {rows}: {launch}" for launch in wanted if launch != usual]
-            wanted = [launch for launch in wanted if launch == usual]
-        found = {"floor_us": 8 * rows * HEADS * DIM * DIM / BYTES_PER_S * 1e6, "bar_us": BARS.get(rows)}
-        results["shapes"][rows] = found | time_steps(wanted, rows) | {"usual": str(usual)}
-        keep(path, results)
-        print_steps(rows, results["shapes"][rows])
+            missed.append(f"batch {rows}")
+        elif launch in right:
+            floor = 8 * rows * HEADS * DIM * DIM / BYTES_PER_S * 1e6
+            results["shapes"][rows] = {"floor_us": floor, "bar_us": BARS.get(rows)} | time_step(launch, rows)
+            keep(path, results)
+            print_step(rows, results["shapes"][rows])
     return missed
 
 
-def time_steps(launches: list[Launch], rows: int) -> dict[str, Any]:
-    """Microseconds of each launch, alone and as what it adds to the projections before and behind it."""
+def time_step(launch: Launch, rows: int) -> dict[str, Any]:
+    """Microseconds of the launch, alone and as what it adds to the projections before and behind it."""
     count = min(CALLS, max(2, int(L2_BYTES // (4 * rows * HEADS * DIM * DIM)) + 1))
     sets, around = [arguments(rows, seed=i) for i in range(count)], Projections(rows)
-    calls = {str(launch): partial(_step, launch) for launch in launches}
-    alone = timed({**calls, **MOVES}, sets)
-    layers = {str(launch): partial(around.around, launch) for launch in launches}
-    layer = timed({**layers, "projections": around}, sets)
-    parts = {**{name: alone.pop(name) for name in MOVES}, "projections": layer.pop("projections")}
-    added = {name: value - parts["projections"] for name, value in layer.items()}
-    return {"us": alone, "in_layer_us": added, "parts_us": parts}
+    alone = timed({"step": partial(_step, launch), **MOVES}, sets)
+    layer = timed({"layer": partial(around.around, launch), "projections": around}, sets)
+    parts = {**{name: alone[name] for name in MOVES}, "projections": layer["projections"]}
+    added = layer["layer"] - layer["projections"]
+    return {"launch": str(launch), "us": alone["step"], "in_layer_us": added, "parts_us": parts}
 
 
 def _step(launch: Launch, made: dict[str, Any]) -> None:
     decode_step(**made, launch=launch)
 
 
-def print_steps(rows: int, found: dict[str, Any]) -> None:
+def print_step(rows: int, found: dict[str, Any]) -> None:
     bar = "-" if found["bar_us"] is None else f"{found['bar_us']:.1f}"
     parts = ", ".join(f"{name} {value:.1f} us" for name, value in found["parts_us"].items())
     print(f"batch {rows}: floor {found['floor_us']:.1f} us, bar {bar} us, {parts}")
-    for name, layer in sorted(found["in_layer_us"].items(), key=lambda item: item[1]):
-        alone, mark = found["us"][name], "*" if name == found["usual"] else " "
-        print(
-            f"{mark} {layer:8.2f} us in a layer {alone:8.2f} us alone {alone / found['floor_us']:5.2f} x floor  {name}"
-        )
+    alone, layer, ratio = found["us"], found["in_layer_us"], found["us"] / found["floor_us"]
+    print(f"  {layer:8.2f} us in a layer {alone:8.2f} us alone {ratio:5.2f} x floor  {found['launch']}")
 
 
 def main() -> None:
@@ -320,6 +290,7 @@ def main() -> None:
         many = results["errors_of_150_rows"] = check_many(steps, 150)
         wrong += [f"150 rows, {name}: {value:.1e}" for name, value in many.items() if not value < WORST]
         steps = [launch for launch in steps if many[str(launch)] < WORST]
+    keep(path, results)
     worst = max((found[task][0] for task in right), default=0.0)
     compiled = time.monotonic()
     print(f"{len(right)} of {len(tasks)} launches and projections are right, to {worst:.1e}; {compiled - began:.0f} s")

@@ -29,10 +29,6 @@ class Pointer:
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.memory, self.place + offset)
 
-    def to(self, dtype: torch.dtype) -> torch.Tensor:
-        """Bytes from the memory's start."""
-        return (self.place * self.memory.itemsize).to(dtype)
-
     def load(self, mask: torch.Tensor | None = None, other: float = 0) -> torch.Tensor:
         place = self.place.long()
         if mask is None:
@@ -268,7 +264,7 @@ def language(program: tuple[int, int], grid: tuple[int, int] = (1, 1), **own: An
         "num_programs": lambda axis: grid[axis],
         "program_id": lambda axis: torch.tensor(program[axis]),
         "static_range": range,
-        "store": lambda target, value, mask=None, cache_modifier="": target.store(value, mask),
+        "store": lambda target, value, mask=None: target.store(value, mask),
         "sum": lambda x, axis: x.sum(axis),
         "thread_barrier": lambda: None,
         "where": lambda mask, x, y: torch.where(mask, torch.as_tensor(x), torch.as_tensor(y)),

@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sidestream.core.ring import RingPlan
 from sidestream.ops.kda import first_use
 from sidestream.ops.kda.torch_impl import L2_EPS
-from sidestream.ops.kda.triton_advance import ASK, MOST_TAPS, WARPS, advance
+from sidestream.ops.kda.triton_advance import MOST_TAPS, WARPS, advance
 from sidestream.ops.kda.triton_conv import log_decay
 
 
@@ -38,8 +38,6 @@ class Launch:
         columns: of the state that the second kernel works on at once, while the next are on their way; if not ordered.
         early: start the first kernel while the one before it ends: its weights never change, so it has them by then.
         releases: let the kernel behind the ordered one start while that ends.
-        ahead: rows whose states the first kernel asks the L2 cache for as it starts, at most 64.
-        late, beyond, streaming, in_turn: of the ordered kernel, see ``triton_advance``.
     """
 
     ordered: bool
@@ -47,11 +45,6 @@ class Launch:
     columns: int = 64
     early: bool = False
     releases: bool = False
-    ahead: int = 0
-    late: bool = False
-    beyond: int = 0
-    streaming: bool = False
-    in_turn: int = 1
 
 
 PLAIN, ORDERED = Launch(ordered=False), Launch(ordered=True)
@@ -108,7 +101,7 @@ def decode_step(
     if launch is None:
         fits = hopper and D == 128 and plan.window <= MOST_TAPS
         launch = launch_for(projected.device, T) if fits else PLAIN
-    early, releases, late = (on and hopper for on in (launch.early, launch.releases, launch.late))
+    early = launch.early and hopper
     first_options: dict[str, bool] = {"launch_pdl": True} if early else {}
     if out is None:
         out = torch.empty(T, H * D, dtype=projected.dtype, device=projected.device)
@@ -129,17 +122,10 @@ def decode_step(
         projected.stride(0),
         T,
         H,
-        state,
-        slots,
-        start,
-        state.shape[0],
         D=D,
-        VERSIONS=state.shape[1],
         ROWS=launch.rows,
         EARLY=early,
         RELEASES=hopper,
-        AT_ONCE=not early or late,
-        AHEAD=launch.ahead if hopper else 0,
         NARROW=projected.is_cuda and projected.dtype != torch.float32,  # Triton's interpreter multiplies fp32 alone
         num_warps=4,
         **first_options,
@@ -147,9 +133,7 @@ def decode_step(
     given = (projected, conv_state, state, out, expanded, *memories, *numbers, T * H * D, *constants, hopper)
     options: dict[str, bool] = {"launch_pdl": True} if hopper else {}
     if launch.ordered:
-        assert H % launch.in_turn == 0, (H, launch.in_turn)
-        chosen = (releases, late, launch.beyond, launch.streaming, launch.in_turn)
-        advance[(H // launch.in_turn, T)](*given, *chosen, num_warps=WARPS, **options)
+        advance[(H, T)](*given, launch.releases and hopper, num_warps=WARPS, **options)
     else:
         _advance[(H, T)](*given, min(launch.columns, D), num_warps=WARPS, **options)
     return out
@@ -170,12 +154,7 @@ def usual_launch(rows: int) -> Launch:
     return replace(ORDERED, rows=16 if rows <= NARROW_ROWS else 64, early=early, releases=releases)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _ask(place: tl.tensor, size: tl.tensor) -> None:
-    tl.inline_asm_elementwise(ASK, "=r,l,r", [place.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit(do_not_specialize=["T", "pool"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["T"])  # type: ignore[untyped-decorator]
 def _expand(
     projected: tl.tensor,
     expand: tl.tensor,
@@ -183,40 +162,23 @@ def _expand(
     row: tl.tensor,
     T: tl.tensor,
     H: tl.tensor,
-    state: tl.tensor,
-    slots: tl.tensor,
-    start: tl.tensor,
-    pool: tl.tensor,
     D: tl.constexpr,
-    VERSIONS: tl.constexpr,
     ROWS: tl.constexpr,
     EARLY: tl.constexpr,
     RELEASES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    AHEAD: tl.constexpr,
     NARROW: tl.constexpr,
 ) -> None:
-    """Low-rank rows of one gate times one head's outputs: [2, T, H * D] fp32. States of the first ``AHEAD`` rows, one
-    head's in each program, are asked for before the wait, by what the step placed before its first kernel; were a slot
-    not there yet, another of the ``pool`` would be asked for in vain."""
-    if RELEASES and AT_ONCE:
+    """Low-rank rows of one gate times one head's outputs: [2, T, H * D] fp32."""
+    if RELEASES and not EARLY:
         gdc_launch_dependents()
     half = tl.program_id(0) // H
     head = tl.program_id(0) % H
     t = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     line = tl.arange(0, D)
-    if AHEAD > 0:  # first, since the weights are awaited where they are loaded
-        thread = tl.arange(0, 128)
-        asked = 2 * (thread % 32 * tl.num_programs(1) + tl.program_id(1)) + half
-        wanted = asked < tl.minimum(T, AHEAD)
-        position = tl.load(start + asked, mask=wanted, other=0)
-        slot = tl.minimum(tl.maximum(tl.load(slots + asked, mask=wanted, other=0), 0), pool - 1)
-        its_state = state + ((slot * VERSIONS + position % VERSIONS) * H + head) * (D * D)
-        _ask(its_state + thread // 32 * (D * D // 4), tl.where(wanted & (position > 0), D * D, 0))
     weight = tl.load(expand + tl.program_id(0) * (D * D) + line[:, None] * D + line[None, :])
     if EARLY:
         gdc_wait()
-        if RELEASES and not AT_ONCE:  # not before: then the second kernel reads what stands before both without a wait
+        if RELEASES:  # not before: then the second kernel reads what stands before both without a wait
             gdc_launch_dependents()
     place = t[:, None] * row + (3 * H + half) * D + line[None, :]
     low = tl.load(projected + place, mask=(t < T)[:, None], other=0.0)

@@ -1,6 +1,6 @@
 """Run by ``test_benchmark.py`` in a process of its own: it pretends that there is a GPU, and launches what the
 benchmark of KDA launches, first where its processes compile, then where it is timed. Prints both, a set of names and
-specialisations each, and what two ordered kernels compile to."""
+specialisations each, and what the ordered kernel compiles to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from benchmarks.kernels import bench_kda as bench
 from benchmarks.precompile import begin
 from benchmarks.rehearsal import kernels_met, pretended_device
 from sidestream.core.ring import plan_ring
-from sidestream.ops.kda.triton_decode import Launch
 
 
 def once(calls: dict[str, Callable[[Any], object]], sets: list[Any]) -> dict[str, float]:
@@ -43,15 +42,13 @@ def main() -> None:
         met.append(sorted(found))
         with pretended_device(), kernels_met(lambda: "") as found:
             for rows in bench.BATCHES:
-                bench.time_steps([bench.usual_launch(rows), *bench.CANDIDATES.get(rows, ())], rows)
+                bench.time_step(bench.usual_launch(rows), rows)
         met.append(sorted(found))
         with pretended_device(), kernels_met(lambda: "") as found:
-            made = bench.arguments(64, seed=0)
-            for launch in (bench.usual_launch(64), Launch(True, in_turn=2)):
-                bench.decode_step(**made, launch=launch)
+            bench.decode_step(**bench.arguments(64, seed=0), launch=bench.usual_launch(64))
     begin()
-    ordered = [asdict(resources_of(kernel)) for kernel in found.values() if kernel.name.endswith(".advance")]
-    print(json.dumps([*met, ordered]))
+    (ordered,) = (kernel for kernel in found.values() if kernel.name.endswith(".advance"))
+    print(json.dumps([*met, asdict(resources_of(ordered))]))
 
 
 if __name__ == "__main__":

@@ -40,29 +40,20 @@ def run(
     kernel: Any,
     helpers: tuple[Any, ...],
     program: tuple[int, int],
-    grid: tuple[int, int],
     arguments: tuple[Any, ...],
     *,
     late: tuple[int, ...],
-) -> list[tuple[int, int]]:
+) -> None:
     """One program of a kernel with the functions of its module that it calls.
 
     Args:
-        program, grid: its numbers, and how many there are; arguments: of the kernel, tensors of memory as they are.
+        program: its numbers; arguments: of the kernel, tensors of memory as they are.
         late: numbers of the arguments that the kernel in front writes: NaN until it was waited for.
-    Returns:
-        What the L2 cache was asked for: bytes of a memory, from and to.
     """
-    asked: list[tuple[int, int]] = []
     copies = Copies()
     front = Front([arguments[at] for at in late])
 
-    def ask(_code: str, _operands: str, given: list[torch.Tensor], **_options: Any) -> None:
-        places, sizes = given
-        asked.extend((int(at), int(at + size)) for at, size in zip(places, sizes, strict=True) if size)
-
-    gl = language(program, grid, inline_asm_elementwise=ask)
-    names: dict[str, Any] = {"gl": gl, "async_copy": copies, "gdc_wait": front.wait}
+    names: dict[str, Any] = {"gl": language(program), "async_copy": copies, "gdc_wait": front.wait}
     names["gdc_launch_dependents"] = lambda: None
     names |= {name: value.value for name, value in kernel.fn.__globals__.items() if isinstance(value, constexpr)}
     with_functions(names, (*helpers, kernel))
@@ -70,4 +61,3 @@ def run(
     assert not front.coming, "the kernel in front was not waited for"
     assert not copies.open, "a copy belongs to no group"
     assert not any(copies.groups), "a program ends while copies to its memory are on their way"
-    return asked

@@ -37,9 +37,8 @@ class Pool:
         return map(run, tasks)
 
 
-def fake_times(launches: list[Launch], rows: int) -> dict[str, Any]:
-    us = {str(launch): float(i + rows) for i, launch in enumerate(launches)}
-    return {"us": us, "in_layer_us": us, "parts_us": {"projections": 1.0}}
+def fake_times(launch: Launch, rows: int) -> dict[str, Any]:
+    return {"launch": str(launch), "us": 2.0, "in_layer_us": 2.0, "parts_us": {"projections": 1.0}}
 
 
 @pytest.fixture(scope="module")
@@ -60,29 +59,23 @@ def launched() -> Any:
 
 
 def test_nothing_is_compiled_while_it_is_timed(launched: Any) -> None:
-    """Kernels that ``time_steps`` launches are those that the processes compiled."""
+    """Kernels that ``time_step`` launches are those that the processes compiled."""
     compiled, timed = (set(map(tuple, kernels)) for kernels in launched[:2])
     assert timed
     assert compiled == timed
 
 
 def test_three_programs_find_a_place_on_a_multiprocessor(launched: Any) -> None:
-    """Of the ordered kernel as it is in use beyond 16 rows, and of two heads in turn, whose state comes to the same
-    shared memory; nothing is spilled."""
-    usual, in_turn = launched[2]
-    for found in (usual, in_turn):
-        assert (found["resident"], found["stack"], found["code"]["spilled"]) == (3, 0, [0, 0]), found
-    assert in_turn["shared"] == usual["shared"]
-    assert in_turn["code"]["counts"]["LDGSTS.128"][0] == 2 * usual["code"]["counts"]["LDGSTS.128"][0]
+    """Of the ordered kernel as it is in use beyond 16 rows; nothing is spilled."""
+    found = launched[2]
+    assert (found["resident"], found["stack"], found["code"]["spilled"]) == (3, 0, [0, 0]), found
 
 
-def test_candidates_stand_beside_what_is_in_use() -> None:
-    for rows in bench.BATCHES:
-        tried = [usual_launch(rows), *bench.CANDIDATES.get(rows, ())]
-        assert len(set(tried)) == len(tried), rows
-    assert set(bench.CANDIDATES) <= set(bench.BATCHES)
-    assert bench.steps_of([4]) == [usual_launch(4), *bench.CANDIDATES[4]]
-    assert len(bench.steps_of(bench.BATCHES)) <= 16, "one processor each, or they take twice as long to compile"
+def test_all_that_is_in_use_is_timed() -> None:
+    """Each kind once: products early or not, of 16 rows or 64, a kernel that releases the next one, the plain one."""
+    steps = bench.steps_of(bench.BATCHES)
+    assert len(set(steps)) == len(steps)
+    assert set(steps) == set(map(usual_launch, range(1, 257)))
 
 
 @pytest.mark.parametrize("rings", [False, True])
@@ -100,15 +93,21 @@ def test_what_a_step_must_move(monkeypatch: pytest.MonkeyPatch, rings: bool) -> 
     assert torch.equal(made["conv_state"].view(4, 3, -1), want)
 
 
-@pytest.mark.parametrize(("until", "kept"), [(LATER, 4), (0.0, 1)])
-def test_out_of_time_is_what_is_not_in_use(monkeypatch: pytest.MonkeyPatch, until: float, kept: int) -> None:
-    monkeypatch.setattr(bench, "time_steps", fake_times)
+@pytest.mark.parametrize(("left", "missed"), [(9, []), (2, ["batch 4"]), (0, ["batch 64", "batch 1", "batch 4"])])
+def test_batches_are_begun_while_there_is_time(monkeypatch: pytest.MonkeyPatch, left: int, missed: list[str]) -> None:
+    """Each takes a second here; what is wrong takes none."""
+    now = [0]
+
+    def time_step(launch: Launch, rows: int) -> dict[str, Any]:
+        now[0] += 1
+        return fake_times(launch, rows)
+
+    monkeypatch.setattr(bench, "time_step", time_step)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     results: dict[str, Any] = {"shapes": {}}
-    missed = bench.time_decodes(bench.steps_of([1]), [1], results, until, None)
-    timed = results["shapes"][1]["us"]
-    assert next(iter(timed)) == str(usual_launch(1))
-    assert len(timed) == kept
-    assert missed == [f"batch 1: {launch}" for launch in bench.CANDIDATES[1][kept - 1 :]]
+    assert bench.time_decodes(bench.steps_of([64, 1]), [64, 1, 4], results, left - 0.5, None) == missed
+    want = {rows: str(usual_launch(rows)) for rows in (64, 1) if f"batch {rows}" not in missed}
+    assert {rows: found["launch"] for rows, found in results["shapes"].items()} == want
 
 
 @pytest.mark.parametrize(("seconds", "error", "many", "says"), [
@@ -121,23 +120,22 @@ def test_a_run_that_misses_a_launch_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: float, error: float, many: float, says: str | None
 ) -> None:
     """And keeps what it found all the same."""
-    out, bad = tmp_path / "kda.json", bench.CANDIDATES[2][0]
+    out, bad = tmp_path / "kda.json", usual_launch(2)
     monkeypatch.setattr(bench, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr(bench, "BUDGET_S", seconds)
-    monkeypatch.setattr(bench, "time_steps", fake_times)
+    monkeypatch.setattr(bench, "time_step", fake_times)
     monkeypatch.setattr(bench, "first_run", lambda task: (error if task == bad else 0.0, ""))
     monkeypatch.setattr(bench, "check_many", lambda steps, _: {str(x): many if x == bad else 0.0 for x in steps})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
-    monkeypatch.setattr(sys, "argv", ["bench_kda.py", str(out), "--only", "decodes", "--rows", "2"])
+    monkeypatch.setattr(sys, "argv", ["bench_kda.py", str(out), "--only", "decodes", "--rows", "64", "2"])
     if says is None:
         bench.main()
     else:
         with pytest.raises(SystemExit) as ended:
             bench.main()
-        assert str(ended.value.code).startswith(says)
-    timed = json.loads(out.read_text())["shapes"]["2"]["us"]
-    assert str(usual_launch(2)) in timed
-    assert (str(bad) in timed) is (says is None)
+        assert says in str(ended.value.code)
+    kept = json.loads(out.read_text())["shapes"]
+    assert list(kept) == [rows for rows in ("64", "2") if says is None or (rows == "64" and seconds > 0)]
 
 
 def test_time_runs_from_when_all_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 
@@ -87,36 +84,6 @@ def test_which_kernels_a_step_takes_on_hopper(right: bool, monkeypatch: pytest.M
     assert [rows for rows in sizes if chosen[rows].early] == ([1, 2, 9, 16] if right else [])
     assert [rows for rows in sizes if chosen[rows].releases] == ([1, 2] if right else [])
     assert [rows for rows in sizes if chosen[rows].rows == 64] == ([65, 256] if right else [])
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="what a GPU asks its cache for is not to be seen")
-@pytest.mark.parametrize("late", [False, True])
-def test_the_first_kernel_asks_for_the_states_of_the_first_rows(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two blocks of rows, whole, of the pool alone though slots are garbage still; none that is fresh."""
-    heads, dim, rows, ahead = 2, 16, 21, 10
-    case = decode_step_case(rows, heads, dim, versions=3, rollback=2)
-    slots = case["slots"] + 10**9 if late else case["slots"]
-    asked: list[tuple[int, int]] = []
-
-    def ask(place: Any, size: Any) -> None:
-        addresses, sizes = np.broadcast_arrays(place.handle.data, size.handle.data)
-        asked.extend((int(at), int(n)) for at, n in zip(addresses, sizes, strict=True) if n)
-
-    monkeypatch.setattr(triton_decode, "_ask", ask)
-    expanded, state = torch.empty(2, rows, heads * dim), case["state"]
-    row = case["projected"].stride(0)
-    triton_decode._expand[(2 * heads, 2)](
-        case["projected"], case["expand"], expanded, row, rows, heads, state, slots, case["start"], state.shape[0],
-        D=dim, VERSIONS=3, ROWS=16, EARLY=False, RELEASES=False, AT_ONCE=False, AHEAD=ahead, NARROW=False,
-    )  # fmt: skip
-    assert sum(size for _, size in asked) == (ahead - 1) * heads * dim * dim * 4
-    spans = {(at - state.data_ptr()) // 4 + i for at, size in asked for i in range(size // 4)}
-    assert min(spans) >= 0
-    assert max(spans) < state.numel()
-    if not late:
-        wanted = torch.zeros_like(state)
-        wanted[slots[1:ahead], case["start"][1:ahead] % 3] = 1
-        assert spans == set(wanted.flatten().nonzero().flatten().tolist())
 
 
 def test_what_the_kernel_takes() -> None:
