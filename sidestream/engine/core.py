@@ -294,7 +294,8 @@ class EngineCore:
         """Rows of the step that are read from: where sequences end, or any row where a prompt's log-probabilities are
         wanted."""
         for chunk in step.chunks:
-            if self._unfinished[chunk.request_id].request.params.prompt_logprobs is not None:
+            params = self._unfinished[chunk.request_id].request.params
+            if params.prompt_logprobs is not None and not chunk.is_decode:
                 return None
         return _ends(step)[1] or [0]
 

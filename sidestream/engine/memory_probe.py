@@ -130,8 +130,13 @@ def without_graphs(runner: ModelRunner) -> Iterator[None]:
     graphs = runner.graphs
     if graphs is not None:
         sizes = graphs.dispatcher
-        limits = {"max_num_seqs": sizes.decode_sizes[-1], "max_num_batched_tokens": sizes.mixed_sizes[-1]}
-        runner.graphs = replace(graphs, dispatcher=GraphDispatcher("none", **limits))
+        plain = GraphDispatcher(
+            "none",
+            max_num_seqs=sizes.decode_sizes[-1],
+            max_num_batched_tokens=sizes.mixed_sizes[-1],
+            max_capture_tokens=sizes.largest_mixed,
+        )
+        runner.graphs = replace(graphs, dispatcher=plain)
     try:
         yield
     finally:

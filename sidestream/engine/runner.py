@@ -28,8 +28,8 @@ from sidestream.streams import Streams
 from sidestream.streams.upload import PackedUpload
 
 ASKED_FROM = 1024
-"""Tokens of a step, at least, whose last layer has no row that nobody asks for. Shorter ones, and all that a graph may
-hold, compute every row in every mode, so that modes give the same bits."""
+"""Steps of more tokens have no row in their last layer that nobody asks for. Others, and all that a graph may hold,
+compute every row in every mode, so that modes give the same bits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,9 @@ from sidestream.core.sampling_params import SamplingParams
 from sidestream.engine import runner as runner_module
 from sidestream.engine.build import BuiltEngine, build_engine
 from sidestream.engine.core import EngineCore
+from sidestream.engine.memory_probe import without_graphs
 from sidestream.engine.runner import StepOutput
+from sidestream.engine.scratch_steps import EVERYTHING, run_step, scratch_chunk
 from tests.engine.harness import random_sequences
 from tests.engine.sim.harness import MODELS, VOCAB, make_model, open_sim, sim_config
 from tests.tolerances import PARITY_LOGPROB
@@ -89,6 +91,51 @@ def test_a_prompt_whose_log_probabilities_are_wanted_has_all_rows(
     assert run.outputs
     assert all(output.rows is None for _, output in run.outputs)
     assert [len(run.prompt_logprobs[str(i)]) for i in range(3)] == [length - 1 for length in LENGTHS]
+
+
+def test_a_start_meets_such_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever kernel they ask for is compiled then; steps that measure memory have all rows."""
+    make_model("glm5_next", tmp_path)
+    monkeypatch.setattr(runner_module, "ASKED_FROM", SHORTEST - 1)
+    built = engine(tmp_path, "full_and_piecewise")
+    real, rows = built.runner.forward, []
+
+    def forward(*given: Any, **named: Any) -> StepOutput:
+        output = real(*given, **named)
+        rows.append(output.rows)
+        return output
+
+    monkeypatch.setattr(built.runner, "forward", forward)
+    chunks = [scratch_chunk(built.config.block_size, 0, 12, decode=False)]
+    with without_graphs(built.runner), built.runner.on_device():
+        for params in (SamplingParams(temperature=0.0), EVERYTHING):
+            run_step(built.runner, chunks, vocab_size=built.config.model.vocab_size, params=params)
+    assert rows == [(11,), None]
+
+
+def test_a_decode_whose_prompt_showed_its_log_probabilities_keeps_no_step_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model("deepseek_v32", tmp_path)
+    monkeypatch.setattr(runner_module, "ASKED_FROM", SHORTEST - 1)
+    built = engine(tmp_path, "none")
+    core, real, seen = EngineCore(built), built.runner.forward, []
+
+    def forward(chunks: Any, token_ids: Any, **named: Any) -> StepOutput:
+        output = real(chunks, token_ids, **named)
+        seen.append((any(chunk.is_decode for chunk in chunks), len(token_ids) >= SHORTEST, output.rows is None))
+        return output
+
+    monkeypatch.setattr(built.runner, "forward", forward)
+    shown = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    first, second = random_sequences((10, 12), vocab=VOCAB, seed=2)
+    core.add(Request("shown", tuple(first), shown, 0, 6, frozenset(), ()))
+    core.step()
+    core.add(Request("long", tuple(second), SamplingParams(temperature=0.0), 0, 2, frozenset(), ()))
+    while core.has_work():
+        core.step()
+    assert seen[0] == (False, True, True)
+    assert (True, True, False) in seen
 
 
 def test_a_row_that_was_not_asked_for_is_an_error(tmp_path: Path) -> None:
