@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from triton.language import constexpr
 
-from tests.ops.gluon_in_torch import Front, Pointer, Shared, language, with_functions
+from tests.ops.gluon_in_torch import Front, Pointer, Shared, language, layout, with_functions
 
 
 class Copies:
@@ -18,7 +18,7 @@ class Copies:
     def __init__(self) -> None:
         self.open, self.groups = list[Callable[[], Any]](), deque[list[Callable[[], Any]]]()
 
-    def async_copy_global_to_shared(self, target: Shared, source: Pointer, mask: torch.Tensor) -> None:
+    def async_copy_global_to_shared(self, target: Shared, source: Pointer, mask: torch.Tensor | None = None) -> None:
         def copy() -> None:
             target.data.copy_(source.load(mask))
 
@@ -43,19 +43,26 @@ def run(
     arguments: tuple[Any, ...],
     *,
     late: tuple[int, ...],
+    **own: Any,
 ) -> None:
     """One program of a kernel with the functions of its module that it calls.
 
     Args:
         program: its numbers; arguments: of the kernel, tensors of memory as they are.
         late: numbers of the arguments that the kernel in front writes: NaN until it was waited for.
+        own: names of the module that are the test's.
     """
     copies = Copies()
     front = Front([arguments[at] for at in late])
 
-    names: dict[str, Any] = {"gl": language(program), "async_copy": copies, "gdc_wait": front.wait}
+    names: dict[str, Any] = {
+        "gl": language(program, DotOperandLayout=layout),
+        "async_copy": copies,
+        "gdc_wait": front.wait,
+    }
     names["gdc_launch_dependents"] = lambda: None
     names |= {name: value.value for name, value in kernel.fn.__globals__.items() if isinstance(value, constexpr)}
+    names |= own
     with_functions(names, (*helpers, kernel))
     names[kernel.fn.__name__](*(Pointer(x) if isinstance(x, torch.Tensor) else x for x in arguments))
     assert not front.coming, "the kernel in front was not waited for"
