@@ -1,0 +1,31 @@
+"""Which numbers of rows expand and collapse in one launch of clusters (``triton_cluster``), and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """How ``triton_cluster`` is launched.
+
+    Attributes:
+        rows: of a cluster, 4, 8 or 16, and no more than it has processors.
+        processors: of a cluster; each has a share of the columns.
+        warps: of each processor.
+        late: let the next kernel start when new streams are written, not once the one in front has ended.
+    """
+
+    rows: int = 8
+    processors: int = 16
+    warps: int = 16
+    late: bool = False
+
+
+CLUSTER_ROWS: dict[range, Cluster] = {}
+"""What is not in any range takes two or three launches, as does what ``triton_cluster.takes`` refuses. Not measured
+yet, so empty."""
+
+
+def cluster_for(rows: int) -> Cluster | None:
+    return next((launch for taken, launch in CLUSTER_ROWS.items() if rows in taken), None)
