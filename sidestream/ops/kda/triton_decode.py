@@ -8,7 +8,7 @@ it takes the products: before, it sends for its state and convolves. What the ne
 one, ``q (S + k e) = q S + (q k) e``, so that both products over the state happen in one pass before it changes. The
 channels of a head in the convolution ring belong to its program alone, so the ring is read and then written here,
 though the row written is the oldest one read. Heads of 128 on Hopper go to ``triton_advance`` where that is faster;
-others to the kernel below.
+others to the kernel below. At a row or two ``triton_single`` may do it all in one launch.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from sidestream.ops.kda import first_use
 from sidestream.ops.kda.torch_impl import L2_EPS
 from sidestream.ops.kda.triton_advance import MOST_TAPS, WARPS, advance
 from sidestream.ops.kda.triton_conv import log_decay
+from sidestream.ops.kda.triton_single import single
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class Launch:
         columns: of the state that the second kernel works on at once, while the next are on their way; if not ordered.
         early: start the first kernel while the one before it ends: its weights never change, so it has them by then.
         releases: let the kernel behind the ordered one start while that ends.
+        parts: programs a head in the kernel of ``triton_single``, which is then the only one; 0 where it is not used.
+        warps, sooner: of that kernel.
     """
 
     ordered: bool
@@ -45,6 +48,9 @@ class Launch:
     columns: int = 64
     early: bool = False
     releases: bool = False
+    parts: int = 0
+    warps: int = 8
+    sooner: bool = False
 
 
 PLAIN, ORDERED = Launch(ordered=False), Launch(ordered=True)
@@ -57,6 +63,9 @@ EARLY_ROWS = 16
 """Most rows for which the ordered kernel's first one starts early: 2.7 us less for one row, 0.2 for 16, none for 64."""
 RELEASING_ROWS = 2
 """Most rows for which it lets the kernel behind start while it ends: 0.5 us less in a layer, 1.5 more for 16."""
+SINGLE: dict[int, Launch] = {}
+"""By rows, launches of the kernel of ``triton_single`` where it was faster: none was timed yet. Each is a form of its
+own; it is in use if it agrees with the plain kernel, for what ``single_takes``."""
 NARROW_ROWS = 64
 """Most rows of which a program of the ordered kernel's first one takes 16: for 128, 64 at once take 3 us less."""
 
@@ -74,6 +83,11 @@ def takes(
     fits = expand.shape[2] in (16, 32, 64, 128) and 2 <= plan.window <= plan.length + 1
     whole = conv_state.is_contiguous() and state.is_contiguous() and expand.is_contiguous() and projected.stride(1) == 1
     return fits and whole and projected.dtype == conv_state.dtype == expand.dtype
+
+
+def single_takes(projected: torch.Tensor) -> bool:
+    """Whether the kernel of ``triton_single`` reads such rows: of 16 bits a number, each aligned for Triton to know."""
+    return projected.dtype.itemsize == 2 and projected.stride(0) % 16 == 0 and projected.data_ptr() % 16 == 0
 
 
 def decode_step(
@@ -100,7 +114,7 @@ def decode_step(
     hopper = _hopper(projected.device)
     if launch is None:
         fits = hopper and D == 128 and plan.window <= MOST_TAPS
-        launch = launch_for(projected.device, T) if fits else PLAIN
+        launch = launch_for(projected.device, T, single_takes(projected)) if fits else PLAIN
     early = launch.early and hopper
     first_options: dict[str, bool] = {"launch_pdl": True} if early else {}
     if out is None:
@@ -114,6 +128,15 @@ def decode_step(
         conv_weight.stride(1),
     )
     constants = (H, L2_EPS, state.shape[1], D, plan.window, plan.length, lower_bound is not None)
+    if launch.parts:
+        assert hopper, "clusters of programs, on Hopper"
+        assert single_takes(projected), (projected.dtype, projected.stride(0))
+        tensors = (projected, conv_state, state, out, expand, *memories)
+        form = (launch.parts, launch.warps, launch.sooner, launch.releases)
+        single[(H, T)](
+            *tensors, *numbers, *constants, *form, num_warps=launch.warps, num_ctas=launch.parts, launch_pdl=True
+        )
+        return out
     expanded = torch.empty(2, T, H * D, dtype=torch.float32, device=projected.device)
     _expand[(2 * H, triton.cdiv(T, launch.rows))](
         projected,
@@ -139,15 +162,24 @@ def decode_step(
     return out
 
 
-def launch_for(device: torch.device, rows: int) -> Launch:
-    """On Hopper, for heads of 128: the ordered kernel only if it does there what the plain one does, which is asked
-    for any number of rows, since a step that is captured cannot."""
-    tried, plain = (partial(decode_step, launch=launch) for launch in (ORDERED, PLAIN))
-    return usual_launch(rows) if first_use.agree("ordered", device, tried, plain) else PLAIN
+def launch_for(device: torch.device, rows: int, singly: bool = True) -> Launch:
+    """On Hopper, for heads of 128: a kernel in Gluon only if it does there what the plain one does, which is asked
+    for any number of rows, since a step that is captured cannot. ``singly``: what ``single_takes`` says."""
+    kinds = {"ordered": ORDERED} | {f"single, {launch}": launch for launch in SINGLE.values() if singly}
+    plain = partial(decode_step, launch=PLAIN)
+    agreed = {
+        launch for name, launch in kinds.items() if first_use.agree(name, device, partial(plain, launch=launch), plain)
+    }
+    launch = usual_launch(rows, singly)
+    if launch.parts and launch not in agreed:
+        launch = usual_launch(rows, singly=False)
+    return launch if launch.parts or ORDERED in agreed else PLAIN
 
 
-def usual_launch(rows: int) -> Launch:
-    """What was fastest for so many rows on an H200."""
+def usual_launch(rows: int, singly: bool = True) -> Launch:
+    """What was fastest for so many rows on an H200; ``singly``: what ``single_takes`` says."""
+    if singly and rows in SINGLE:
+        return SINGLE[rows]
     if rows in PLAIN_ROWS:
         return PLAIN
     early, releases = rows <= EARLY_ROWS, rows <= RELEASING_ROWS

@@ -129,10 +129,10 @@ def single(
     sooner: gl.constexpr,
     releases: gl.constexpr,
 ):
-    """As ``triton_decode``'s kernels, for ``dim`` 128 and up to four taps, launched with ``parts`` programs a cluster (1,
-    2 or 4) of 4 or 8 ``warps``. ``expand`` [2, heads * dim, dim] in the dtype of ``projected``, whose rows begin at
-    multiples of 32 bytes. Before ``gdc_wait`` it reads weights and what stands before the kernel in front of this one
-    begins: slots, positions, rings, and, if ``sooner``, states. ``releases``: as in ``triton_advance``."""
+    """As ``triton_decode``'s kernels, for ``dim`` 128 and up to four taps, in clusters of ``parts`` programs (1, 2 or
+    4) of 4 or 8 ``warps``. ``expand`` [2, heads * dim, dim] in the dtype of ``projected``, whose rows begin at
+    multiples of 16 bytes. Before ``gdc_wait`` it reads weights and what stands before the kernel in front of this one
+    begins: slots, positions, rings and, if ``sooner``, states. ``releases``: as in ``triton_advance``."""
     deep: gl.constexpr = dim // (parts * warps)
     by_row: gl.constexpr = _blocked([deep, 4], [parts, 32 // parts], [warps, 1], [1, 0], 1, parts)
     of_rows: gl.constexpr = gl.SliceLayout(1, by_row)
