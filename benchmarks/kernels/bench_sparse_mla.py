@@ -17,19 +17,19 @@ the L2 cache.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from benchmarks.kernels.results import keep, only_file
+from benchmarks.kernels.results import keep, out_file
 from sidestream.ops.kv_rows import KVRowLayout, kv_row_layout, pack_rows
 from sidestream.ops.sparse_mla import torch_impl, triton_launch
 from sidestream.ops.sparse_mla.triton_impl import MAX_SPLITS, sparse_mla
@@ -43,8 +43,10 @@ ROTATED_BYTES = 160 << 20
 BATCHES = (1, 8, 32, 64, 128)
 BARS = {"mxfp8": (12, 16, 36, 55, 90), "bf16": (12, 18, 42, 65, 105), "fp8_ds_mla": (12, 18, 42, 65, 105)}
 ROPES = {"mxfp8": 0, "bf16": 0, "fp8_ds_mla": 64}
-SMALL = ((16, 32, 5, 4, False), (64, 64, 3, 8, True))
+SMALL = ((16, 32, 5, 4, False), (64, 64, 3, 8, True), (64, 32, 5, 8, True), (32, 64, 3, 8, True), (32, 32, 5, 4, False))
 """Sizes for few tokens or heads: block_h, block_n, stages, warps, parted."""
+WAYS = {"mxfp8": (1, 2), "fp8_ds_mla": (1,)}
+"""``Launch.ring`` of quantised rows."""
 ALONE = tuple(itertools.product(("mxfp8", "bf16"), (1, 8, 32, 64)))
 """Row formats and batches whose two launches are timed apart."""
 
@@ -97,16 +99,15 @@ def rows_of(tokens: int, width: int, pool_rows: int) -> torch.Tensor:
 
 
 def variants(shape: Shape) -> list[Launch]:
-    """The table's choice, and what else may pay: the other merge, other tiles where the format has them, fewer runs,
-    small blocks for few tokens or heads."""
+    """The table's choice, and what else may pay: other ways for quantised rows to come, other tiles where the format
+    has them, the kernel with roles or small blocks for few tokens or heads."""
     layout = layout_of(shape.layout, shape.rope)
     chosen = choose_launch(shape.tokens, shape.heads, shape.width, layout, MAX_SPLITS)
     found = [chosen]
     if shape.heads == 64 and shape.tokens <= 8:
-        programs = -(-132 // shape.tokens)
-        for splits in {min(programs - 1, 33), min(programs // 2, 17)}:
-            roles = Launch(splits, 64, 64, 1, 8, False, roles=True, early=True)
-            found += [replace(roles, block_n=tile) for tile in role_tiles(layout)]
+        splits = min(-(-132 // shape.tokens) - 1, 32)
+        roles = Launch(splits, 64, 64, 1, 8, False, roles=True, in_threads=True)
+        found += [replace(roles, block_n=tile) for tile in role_tiles(layout)]
     if chosen.roles:
         found += [replace(chosen, block_n=tile) for tile in role_tiles(layout)]
     if shape.tokens <= 8 or shape.heads < 32:
@@ -114,13 +115,8 @@ def variants(shape: Shape) -> list[Launch]:
             most = min(MAX_SPLITS, -(-shape.width // block_n))
             splits = min(132 // shape.tokens if block_h == 64 else 64 // shape.tokens, most)
             found.append(Launch(splits, block_h, block_n, stages, warps, parted))
-    found += [replace(one, in_threads=not one.in_threads) for one in found if one.splits > 1]
-    if 1 < chosen.splits < 32:
-        best = replace(chosen, in_threads=True)
-        found += [replace(best, splits=-(-chosen.splits * share // 6)) for share in (3, 4)]
-    if shape.heads == 64 and shape.tokens in (1, 8, 64) and shape.layout != "fp8_ds_mla" and shape.bar is not None:
-        last = [one for one in found if one.in_threads and one.splits == chosen.splits]
-        found += [replace(one, early=True) for one in last if not one.roles]
+    if layout.tile:
+        found += [replace(one, ring=way) for one in found if one.roles for way in WAYS[layout.name]]
     return list(dict.fromkeys(found))
 
 
@@ -226,9 +222,13 @@ def key_of(shape: Shape, launch: Launch) -> tuple[Any, ...]:
     return shape.layout, shape.rope, launch.splits > 1, replace(launch, splits=1, in_threads=False)
 
 
-def main(path: Path) -> None:
-    began = time.time()
-    plan = {shape: variants(shape) for shape in shapes()}
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=out_file)
+    parser.add_argument("--only", nargs="+", choices=BARS, default=tuple(BARS), help="formats of rows")
+    args = parser.parse_args()
+    path, began = args.out, time.time()
+    plan = {shape: variants(shape) for shape in shapes() if shape.layout in args.only}
     jobs: dict[tuple[Any, ...], tuple[str, int, Launch]] = {}
     for shape, launch in itertools.chain.from_iterable(((s, one) for one in many) for s, many in plan.items()):
         # One check of each kernel of runs; that of a call which merges within threads does for the other merge too.
@@ -250,7 +250,7 @@ def main(path: Path) -> None:
         "errors": [{"variant": str(job), "error": error} for job, error, _ in checked],
         "times": results,
     }
-    found["alone"] = [alone(name, tokens, pools) for name, tokens in ALONE]
+    found["alone"] = [alone(name, tokens, pools) for name, tokens in ALONE if name in args.only]
     for part in found["alone"]:
         print(
             ", ".join(f"{key} {value:.1f}" if isinstance(value, float) else str(value) for key, value in part.items())
@@ -267,14 +267,14 @@ def main(path: Path) -> None:
         default = next((us for us, one in timed if one == launches[0]), float("nan"))
         print(f"{shape.layout} p={shape.rope} T={shape.tokens} H={shape.heads} W={shape.width}:", end=" ")
         print(f"floor {floor_us(shape):.1f}, bar {bar}, default {default:.1f} us", flush=True)
-        for us, one in ranked[:5]:
+        for us, one in ranked[:7]:
             print(
                 f"    {us:8.1f} us  splits={one.splits} h={one.block_h} n={one.block_n} stages={one.stages} "
                 f"warps={one.warps} parted={one.parted} roles={one.roles} pdl={one.pdl} early={one.early} "
-                f"in_threads={one.in_threads}"
+                f"in_threads={one.in_threads} ring={one.ring}"
             )
     print(f"{time.time() - began:.0f} s in all")
 
 
 if __name__ == "__main__":
-    main(only_file(__doc__))
+    main()

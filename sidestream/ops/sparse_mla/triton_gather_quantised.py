@@ -71,6 +71,19 @@ _SHORT_TILES = gl.constexpr(
         [16, 16, 8],
     )
 )
+_SHORT_STAGE = gl.constexpr(
+    gl.SharedLinearLayout(
+        [
+            *([0, 0, 1], [0, 0, 2]),
+            *([0, 0, 4], [0, 1, 0], [1, 0, 0], [0, 2, 0], [0, 4, 0]),
+            *([4, 0, 0], [8, 0, 0]),
+            *([0, 8, 0], [2, 0, 0]),
+        ]
+    )
+)
+"""The same in shared memory: 16 bytes of each lane side by side, so that a thread reads what it sent for itself."""
+STAGES = gl.constexpr(3)
+"""Quarters of a tile whose words find a place in shared memory beside all else, one of which is being unpacked."""
 _LONG_TILES = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 2], [0, 2, 0], [2, 0, 0]],
@@ -135,7 +148,7 @@ def gather_mxfp8(pool, memory, barriers, span, kinds):
     keys, _, near, _ = memory
     full, empty = barriers
     begin, end = span
-    latent, _, row_elems, _, tile, _, paged, block_n = kinds
+    latent, _, row_elems, _, tile, _, paged, block_n, _ = kinds
     halves: gl.constexpr = block_n == 32
     pairs: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     by_scale: gl.constexpr = gl.SliceLayout(2, _SHORT_TILES)
@@ -195,6 +208,152 @@ def gather_mxfp8(pool, memory, barriers, span, kinds):
 
 
 @gluon.jit
+def gather_mxfp8_near(pool, memory, barriers, span, kinds):
+    """``gather_mxfp8`` that sends for the second half of a tile when it begins with the first: what is on its way from
+    one turn of the loop to the next is waited for as one, the latest included, so that is half a tile old here."""
+    words, scales, _, own_rows, block_size = pool
+    keys, _, near, _ = memory
+    full, empty = barriers
+    begin, end = span
+    latent, _, row_elems, _, tile, _, paged, block_n, _ = kinds
+    halves: gl.constexpr = block_n == 32
+    pairs: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    by_scale: gl.constexpr = gl.SliceLayout(2, _SHORT_TILES)
+    place = gl.arange(0, 16, layout=gl.SliceLayout(1, by_scale))
+    scale_column = latent + gl.arange(0, latent // tile, layout=gl.SliceLayout(0, by_scale))
+    columns = (_word_column(latent, tile, _SHORT_TILES), scale_column)
+    source = (words, scales)
+    line, row = read_ahead(near, own_rows, span, block_size, paged)
+    gl.thread_barrier()
+    at = begin + place
+    here = near.index(0)
+    raw_a, scale_a = _load_mxfp8(source, here, 0, at, end, columns, row_elems)
+    raw_b, scale_b = _load_mxfp8(source, here, 16, at, end, columns, row_elems)
+    for start in range(begin, end, 64):
+        done = (start - begin) // 64
+        turn = done % 2
+        phase = ((done // 2) & 1) ^ 1
+        first = 2 * turn if halves else turn
+        mbarrier.wait(empty.index(first), phase)
+        key = keys.index(first)._reinterpret(gl.int32, [block_n, latent // 2], pairs)
+        here = near.index(turn)
+        raw_c, scale_c = _load_mxfp8(source, here, 32, at, end, columns, row_elems)
+        raw_d, scale_d = _load_mxfp8(source, here, 48, at, end, columns, row_elems)
+        at += 64
+        here = near.index(1 - turn)
+        key.slice(0, 16).store(_unpack_mxfp8(raw_a, scale_a))
+        gl.thread_barrier()
+        near.index(turn).store(row)
+        row = pool_rows(own_rows, start + 192 + line, end, block_size, paged)
+        raw_a, scale_a = _load_mxfp8(source, here, 0, at, end, columns, row_elems)
+        key.slice(16, 16).store(_unpack_mxfp8(raw_b, scale_b))
+        if halves:
+            fence_async_shared()
+        gl.thread_barrier()
+        raw_b, scale_b = _load_mxfp8(source, here, 16, at, end, columns, row_elems)
+        if halves:
+            mbarrier.arrive(full.index(first), count=1)
+            if start + 32 < end:
+                mbarrier.wait(empty.index(first + 1), phase)
+                next_key = keys.index(first + 1)._reinterpret(gl.int32, [block_n, latent // 2], pairs)
+                next_key.slice(0, 16).store(_unpack_mxfp8(raw_c, scale_c))
+                next_key.slice(16, 16).store(_unpack_mxfp8(raw_d, scale_d))
+                fence_async_shared()
+                gl.thread_barrier()
+                mbarrier.arrive(full.index(first + 1), count=1)
+        else:
+            key.slice(32, 16).store(_unpack_mxfp8(raw_c, scale_c))
+            gl.thread_barrier()
+            key.slice(48, 16).store(_unpack_mxfp8(raw_d, scale_d))
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(full.index(first), count=1)
+
+
+@gluon.jit
+def stages_mxfp8():
+    """Shared memory for words and scales of ``gather_mxfp8_staged``; one scale more, since other threads read it."""
+    words = gl.allocate_shared_memory(gl.int32, [STAGES, 16, 16, 8], _SHORT_STAGE)
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return words, gl.allocate_shared_memory(gl.uint8, [STAGES + 1, 16, 16], line)
+
+
+@gluon.jit
+def _ask_mxfp8(pool, staged, near, part: gl.constexpr, quarter, start, end, kinds):
+    """Send for words and scales of the ``part``th quarter of the tile at ``start``, numbered in ``near``, as one group
+    of copies; zeros behind the end. ``quarter`` counts them all."""
+    words, scales = pool
+    latent, row_elems, tile = kinds
+    held_words, held_scales = staged
+    by_row: gl.constexpr = gl.BlockedLayout([1, 16], [32, 1], [4, 1], [1, 0])
+    of_row: gl.constexpr = gl.SliceLayout(1, by_row)
+    of_place: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, _SHORT_TILES))
+    column = _word_column(latent, tile, _SHORT_TILES)
+    first: gl.constexpr = part * 16
+    numbers = near.slice(first, 16)
+    at = start + first
+    row = gl.convert_layout(numbers.load(of_place).to(gl.int64)[:, None], gl.SliceLayout(2, _SHORT_TILES))[:, :, None]
+    seen = (at + gl.arange(0, 16, layout=of_place) < end)[:, None]
+    seen = gl.convert_layout(seen, gl.SliceLayout(2, _SHORT_TILES), assert_trivial=True)[:, :, None]
+    source = words + row * (row_elems // 4) + column
+    async_copy.async_copy_global_to_shared(held_words.index(quarter % STAGES), source, mask=seen)
+    row = numbers.load(of_row).to(gl.int64)[:, None] * row_elems
+    source = scales + row + (latent + gl.arange(0, 16, layout=gl.SliceLayout(0, by_row)))[None, :]
+    mask = (at + gl.arange(0, 16, layout=of_row) < end)[:, None]
+    async_copy.async_copy_global_to_shared(held_scales.index(quarter % (STAGES + 1)), source, mask=mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def gather_mxfp8_staged(pool, memory, barriers, span, kinds):
+    """``gather_mxfp8`` by way of shared memory: copies wait for none but their own group, where loads into registers
+    that last beyond a turn of a loop wait for all others of the kind, the latest included."""
+    words, scales, _, own_rows, block_size = pool
+    keys, _, near, staged = memory
+    full, empty = barriers
+    begin, end = span
+    latent, _, row_elems, _, tile, _, paged, block_n, _ = kinds
+    halves: gl.constexpr = block_n == 32
+    pairs: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    by_scale: gl.constexpr = gl.SliceLayout(2, _SHORT_TILES)
+    asked: gl.constexpr = (latent, row_elems, tile)
+    source = (words, scales)
+    held_words, held_scales = staged
+    line, row = read_ahead(near, own_rows, span, block_size, paged)
+    gl.thread_barrier()
+    for i in gl.static_range(STAGES):
+        _ask_mxfp8(source, staged, near.index(0), i, i, begin, end, asked)
+    for start in range(begin, end, 64):
+        done = (start - begin) // 64
+        turn = done % 2
+        phase = ((done // 2) & 1) ^ 1
+        for i in gl.static_range(4):
+            quarter = done * 4 + i
+            async_copy.wait_group(STAGES - 1)
+            gl.thread_barrier()
+            raw = held_words.index(quarter % STAGES).load(_SHORT_TILES)
+            scale = held_scales.index(quarter % (STAGES + 1)).load(by_scale)
+            if i == 0:
+                _ask_mxfp8(source, staged, near.index(turn), 3, quarter + STAGES, start, end, asked)
+            else:
+                _ask_mxfp8(source, staged, near.index(1 - turn), i - 1, quarter + STAGES, start + 64, end, asked)
+            if i == 1:  # behind the barrier, since all have sent for the last quarter of this tile
+                near.index(turn).store(row)
+                row = pool_rows(own_rows, start + 192 + line, end, block_size, paged)
+            buffer = 2 * turn + i // 2 if halves else turn
+            if not halves or i < 2 or start + 32 < end:
+                if i == 0 or (halves and i == 2):
+                    mbarrier.wait(empty.index(buffer), phase)
+                key = keys.index(buffer)._reinterpret(gl.int32, [block_n, latent // 2], pairs)
+                key.slice(i * 16 % block_n, 16).store(_unpack_mxfp8(raw, scale))
+                if i == 3 or (halves and i == 1):
+                    fence_async_shared()
+                    gl.thread_barrier()
+                    mbarrier.arrive(full.index(buffer), count=1)
+    async_copy.wait_group(0)
+
+
+@gluon.jit
 def gather_fp8_ds_mla(pool, memory, barriers, span, kinds):
     """Tiles of 64 rows, scales of a tile by way of shared memory: one load a thread, not sixteen, and registers for
     values alone. Rope keys are copied, for which each of the 128 threads arrives at ``full``."""
@@ -202,7 +361,7 @@ def gather_fp8_ds_mla(pool, memory, barriers, span, kinds):
     keys, rope_keys, near, staged = memory
     full, empty = barriers
     begin, end = span
-    latent, rope, row_elems, rope_elems, tile, _, paged, block_n = kinds
+    latent, rope, row_elems, rope_elems, tile, _, paged, block_n, _ = kinds
     pairs: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     by_short_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     of_short_row: gl.constexpr = gl.SliceLayout(1, by_short_row)
@@ -260,3 +419,69 @@ def gather_fp8_ds_mla(pool, memory, barriers, span, kinds):
         raw_b = _load_words(words, here.slice(16, 16).load(by_place), at + 16 < end, column, row_words, _LONG_TILES)
         raw_c = _load_words(words, here.slice(32, 16).load(by_place), at + 32 < end, column, row_words, _LONG_TILES)
         raw_d = _load_words(words, here.slice(48, 16).load(by_place), at + 48 < end, column, row_words, _LONG_TILES)
+
+
+@gluon.jit
+def gather_fp8_ds_mla_near(pool, memory, barriers, span, kinds):
+    """Tiles of 64 rows, scales of a tile by way of shared memory: one load a thread, not sixteen, and registers for
+    values alone. Rope keys are copied, for which each of the 128 threads arrives at ``full``."""
+    words, scales, ropes, own_rows, block_size = pool
+    keys, rope_keys, near, staged = memory
+    full, empty = barriers
+    begin, end = span
+    latent, rope, row_elems, rope_elems, tile, _, paged, block_n, _ = kinds
+    pairs: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    by_short_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    of_short_row: gl.constexpr = gl.SliceLayout(1, by_short_row)
+    by_scale: gl.constexpr = gl.SliceLayout(2, _LONG_TILES)
+    by_place: gl.constexpr = gl.SliceLayout(1, by_scale)
+    by_staged: gl.constexpr = gl.BlockedLayout([1, latent // tile // 2], [16, 2], [4, 1], [1, 0])
+    of_staged: gl.constexpr = gl.SliceLayout(1, by_staged)
+    row_words: gl.constexpr = row_elems // 4
+    place = gl.arange(0, 16, layout=by_place)
+    scale_place = gl.arange(0, 64, layout=of_staged)
+    scale_column = (latent // 4 + gl.arange(0, latent // tile, layout=gl.SliceLayout(0, by_staged)))[None, :]
+    column = _word_column(latent, tile, _LONG_TILES)
+    line, row = read_ahead(near, own_rows, span, block_size, paged)
+    if rope > 0:
+        short_place = gl.arange(0, 64, layout=of_short_row)
+        rope_column = rope_elems - rope + gl.arange(0, rope, layout=gl.SliceLayout(0, by_short_row))
+    gl.thread_barrier()
+    at = begin + place
+    here = near.index(0)
+    far = here.load(of_staged).to(gl.int64)[:, None] * row_words + scale_column
+    scale = gl.load(scales + far, mask=(begin + scale_place < end)[:, None], other=0)
+    raw_a = _load_words(words, here.slice(0, 16).load(by_place), at < end, column, row_words, _LONG_TILES)
+    raw_b = _load_words(words, here.slice(16, 16).load(by_place), at + 16 < end, column, row_words, _LONG_TILES)
+    for start in range(begin, end, 64):
+        done = (start - begin) // 64
+        turn = done % 2
+        # Those of the last tile have been used, and a barrier stands behind that.
+        staged.store(scale)
+        mbarrier.wait(empty.index(turn), ((done // 2) & 1) ^ 1)
+        key = keys.index(turn)._reinterpret(gl.int32, [block_n, latent // 2], pairs)
+        if rope > 0:
+            short_row = near.index(turn).load(of_short_row)
+            copy_rows(rope_keys.index(turn), ropes, short_row, start + short_place < end, rope_column, rope_elems)
+            async_copy.mbarrier_arrive(full.index(turn), increment_count=False)
+        here = near.index(turn)
+        raw_c = _load_words(words, here.slice(32, 16).load(by_place), at + 32 < end, column, row_words, _LONG_TILES)
+        raw_d = _load_words(words, here.slice(48, 16).load(by_place), at + 48 < end, column, row_words, _LONG_TILES)
+        at += 64
+        here = near.index(1 - turn)
+        gl.thread_barrier()
+        far = here.load(of_staged).to(gl.int64)[:, None] * row_words + scale_column
+        scale = gl.load(scales + far, mask=(start + 64 + scale_place < end)[:, None], other=0)
+        key.slice(0, 16).store(_unpack(raw_a, staged.slice(0, 16).load(by_scale), _UNPACK))
+        gl.thread_barrier()
+        near.index(turn).store(row)
+        row = pool_rows(own_rows, start + 192 + line, end, block_size, paged)
+        raw_a = _load_words(words, here.slice(0, 16).load(by_place), at < end, column, row_words, _LONG_TILES)
+        key.slice(16, 16).store(_unpack(raw_b, staged.slice(16, 16).load(by_scale), _UNPACK))
+        gl.thread_barrier()
+        raw_b = _load_words(words, here.slice(16, 16).load(by_place), at + 16 < end, column, row_words, _LONG_TILES)
+        key.slice(32, 16).store(_unpack(raw_c, staged.slice(32, 16).load(by_scale), _UNPACK))
+        key.slice(48, 16).store(_unpack(raw_d, staged.slice(48, 16).load(by_scale), _UNPACK))
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(full.index(turn), count=1)

@@ -49,6 +49,7 @@ class Launch:
         roles: take ``triton_roles`` for blocks of 64 heads and tiles as ``role_tiles`` has them; ``stages``, ``warps``
             and ``parted`` have no meaning then.
         in_threads: runs are merged by ``triton_merge``, which exchanges nothing between threads.
+        ring: with roles, rows of ``mxfp8`` come by way of a ring in shared memory rather than registers.
     """
 
     splits: int
@@ -61,6 +62,7 @@ class Launch:
     roles: bool = False
     in_threads: bool = False
     early: bool = False
+    ring: int = 0
 
 
 @lru_cache(maxsize=4096)
@@ -209,7 +211,7 @@ def run(
         from sidestream.ops.sparse_mla import triton_roles  # for Hopper alone
 
         words = (q, pool.view(torch.int32) if layout.tile else pool, *arguments[2:])
-        kinds |= {"causal": causal, "block_n": launch.block_n}
+        kinds |= {"causal": causal, "block_n": launch.block_n, "ring": launch.ring if layout.tile else 0}
         triton_roles.attend_roles[grid](*words, *numbers, *chunk, **kinds, num_warps=triton_roles.WARPS)
     else:
         attend[grid](

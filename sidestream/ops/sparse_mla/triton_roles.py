@@ -25,13 +25,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from sidestream.ops.sparse_mla.triton_gather import gather_plain, gather_plain_halves
-from sidestream.ops.sparse_mla.triton_gather_quantised import gather_fp8_ds_mla, gather_mxfp8
+from sidestream.ops.sparse_mla.triton_gather_quantised import (
+    gather_fp8_ds_mla,
+    gather_fp8_ds_mla_near,
+    gather_mxfp8,
+    gather_mxfp8_near,
+    gather_mxfp8_staged,
+    stages_mxfp8,
+)
 
 WARPS = 8
 
 _LN2 = gl.constexpr(0.6931471805599453)
 _PLAIN_REGISTERS = gl.constexpr((72, 120))
 _QUANTISED_REGISTERS = gl.constexpr((64, 128))
+_RING_REGISTERS = gl.constexpr((96, 96))
 """A thread, of the scores' warps and of those that gather: what unpacks mxfp8 spills in its loop with fewer. 160 are
 left to the eight warps with the result, 128 of which are the result; with fewer the result itself spills."""
 
@@ -175,8 +183,14 @@ def _gather(pool, memory, barriers, span, kinds):
     """Fill the buffers ``keys`` (and ``rope_keys``) in turn with tiles of rows of ``span``, zeros behind its end."""
     tile: gl.constexpr = kinds[4]
     mx: gl.constexpr = kinds[5]
-    if mx:
+    if mx and kinds[8] == 2:
+        gather_mxfp8_staged(pool, memory, barriers, span, kinds)
+    elif mx and kinds[8] == 1:
+        gather_mxfp8_near(pool, memory, barriers, span, kinds)
+    elif mx:
         gather_mxfp8(pool, memory, barriers, span, kinds)
+    elif tile > 0 and kinds[8] == 1:
+        gather_fp8_ds_mla_near(pool, memory, barriers, span, kinds)
     elif tile > 0:
         gather_fp8_ds_mla(pool, memory, barriers, span, kinds)
     elif kinds[7] == 32:
@@ -220,6 +234,7 @@ def attend_roles(
     block_n: gl.constexpr,
     pdl: gl.constexpr,
     early: gl.constexpr,
+    ring: gl.constexpr,
 ):
     """One run of rows for 64 query rows: ``triton_attend.attend`` with the same arguments, for eight warps and the
     eight it adds.
@@ -272,6 +287,8 @@ def attend_roles(
         if tile > 0 and not mx:
             by_tile: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
             staged = gl.allocate_shared_memory(gl.float32, [64, latent // tile], by_tile)
+        elif ring == 2:
+            staged = stages_mxfp8()
         else:
             staged = near
         if rope > 0:
@@ -298,8 +315,10 @@ def attend_roles(
         block = (first, known, heads, splits, chunk_start)
         weigh_kinds: gl.constexpr = (latent, rope, block_n)
         score_kinds: gl.constexpr = (rope, causal, block_n)
-        gather_kinds: gl.constexpr = (latent, rope, row_elems, rope_elems, tile, mx, paged, block_n)
-        registers: gl.constexpr = _QUANTISED_REGISTERS if tile > 0 else _PLAIN_REGISTERS
+        gather_kinds: gl.constexpr = (latent, rope, row_elems, rope_elems, tile, mx, paged, block_n, ring)
+        registers: gl.constexpr = (
+            _RING_REGISTERS if ring == 2 else _QUANTISED_REGISTERS if tile > 0 else _PLAIN_REGISTERS
+        )
         gl.warp_specialize(
             [
                 (
