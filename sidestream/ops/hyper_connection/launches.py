@@ -13,12 +13,15 @@ class Cluster:
         rows: of a cluster, 4, 8 or 16, and no more than it has processors.
         processors: of a cluster; each has a share of the columns.
         warps: of each processor.
+        ahead: read ``fn`` before the kernel in front has ended; else behind the loads of streams, which come sooner then
+            where a cluster finds its place only when that kernel is gone.
         late: let the next kernel start when new streams are written, not once the one in front has ended.
     """
 
     rows: int = 8
     processors: int = 16
     warps: int = 16
+    ahead: bool = True
     late: bool = False
 
 

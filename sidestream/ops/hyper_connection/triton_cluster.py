@@ -133,6 +133,7 @@ def hyper_connection_post_pre(
         R=launch.rows,
         C=launch.processors,
         W=launch.warps,
+        ahead=launch.ahead,
         late=launch.late,
         **options,
     )
@@ -262,6 +263,7 @@ def _between(
     R: gl.constexpr,
     C: gl.constexpr,
     W: gl.constexpr,
+    ahead: gl.constexpr,
     late: gl.constexpr,
 ):
     """A cluster's rows. ``partials`` [T, C, 32] and ``squares`` [T, C] are what its processors tell each other."""
@@ -272,7 +274,8 @@ def _between(
     of_rows: gl.constexpr = gl.SliceLayout(2, columns)
     logits_of: gl.constexpr = gl.SliceLayout(2, logit)
     # What never changes need not wait for the kernel in front.
-    factor = _factor(fn, H, C, W, gl.DotOperandLayout(0, products, 4))
+    if ahead:
+        factor = _factor(fn, H, C, W, gl.DotOperandLayout(0, products, 4))
     column = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, logits_of)))[None, None, :]
     bias = gl.load(base + column, mask=column < 24, other=0.0)
     processor = gl.arange(0, C, layout=gl.SliceLayout(1, of_rows))[:, None]
@@ -297,6 +300,8 @@ def _between(
     s1 = _taken(mix + mix_to, post + post_stream, mix_from)
     s2 = _taken(mix + 2 * mix_to, post + 2 * post_stream, mix_from)
     s3 = _taken(mix + 3 * mix_to, post + 3 * post_stream, mix_from)
+    if not ahead:
+        factor = _factor(fn, H, C, W, gl.DotOperandLayout(0, products, 4))
     factor = not_before(factor)
     n0 = _new_stream(x0, x1, x2, x3, given, s0)
     n1 = _new_stream(x0, x1, x2, x3, given, s1)
