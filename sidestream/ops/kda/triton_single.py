@@ -47,11 +47,16 @@ TAKE_4 = gl.constexpr(
     ARRIVED + "ld.shared.v4.f32 {a, b, c, d}, [$1 + 16]; add.f32 a, a, b; add.f32 c, c, d; add.f32 $0, a, c; }"
 )
 """Wait for all programs' numbers; their sum in the order of the programs."""
+SIGMOID = gl.constexpr(
+    "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000;"
+    " rcp.approx.ftz.f32 $0, e; }"
+)
+"""1 / (1 + 2 ** (-x / ln 2)) in four instructions, to a few units in the last place: a division takes eight."""
 
 
 @gluon.jit
 def _sigmoid(x):
-    return 1.0 / (1.0 + gl.exp(-x))
+    return gl.inline_asm_elementwise(SIGMOID, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -84,6 +89,29 @@ def _product(warps, dim, parts):
 @gluon.constexpr_function
 def _shared(order, dim, parts):
     return gl.SwizzledSharedLayout(1, 1, 1, order, cga_layout=_split(len(order), dim, parts))
+
+
+@gluon.jit
+def _weights(at, dim: gl.constexpr, layout: gl.constexpr):
+    """Of a product, in two halves of its depth."""
+    row = gl.arange(0, dim, layout=gl.SliceLayout(1, layout))
+    k = gl.arange(0, dim // 2, layout=gl.SliceLayout(0, layout))
+    at += row[:, None] * dim + k[None, :]
+    return gl.load(at), gl.load(at + dim // 2)
+
+
+@gluon.jit
+def _times(weights, lows, first: gl.constexpr, dim: gl.constexpr, layout: gl.constexpr):
+    """Weights times a row of 16-bit numbers, that from half ``first`` of ``lows`` on: two chains of products, whose
+    eight columns are the same."""
+    given: gl.constexpr = gl.DotOperandLayout(1, layout, 8)
+    one, other = weights
+    low = lows.index(first).load(gl.SliceLayout(1, given))[:, None]
+    low, _ = gl.broadcast(low, gl.zeros([dim // 2, 8], low.dtype, given))
+    total = mma_v2(one, low, gl.zeros([dim, 8], gl.float32, layout))
+    low = lows.index(first + 1).load(gl.SliceLayout(1, given))[:, None]
+    low, _ = gl.broadcast(low, gl.zeros([dim // 2, 8], low.dtype, given))
+    return gl.max(total + mma_v2(other, low, gl.zeros([dim, 8], gl.float32, layout)), axis=1)
 
 
 @gluon.jit
@@ -137,16 +165,13 @@ def single(
     by_row: gl.constexpr = _blocked([deep, 4], [parts, 32 // parts], [warps, 1], [1, 0], 1, parts)
     of_rows: gl.constexpr = gl.SliceLayout(1, by_row)
     of_columns: gl.constexpr = gl.SliceLayout(0, by_row)
-    by_kind: gl.constexpr = _blocked([1, 4], [1, 32], [2, warps // 2], [1, 0], -1, parts)
+    by_kind: gl.constexpr = _blocked([1, 1], [1, 32], [2, warps // 2], [1, 0], -1, parts)
+    by_one: gl.constexpr = _blocked([1], [32], [warps], [0], 0, parts)
     by_sum: gl.constexpr = _blocked([4, 2], [32, 1], [warps, 1], [1, 0], 0, parts)
     by_eight: gl.constexpr = _blocked([8], [32], [warps], [0], -1, parts)
     by_channel: gl.constexpr = _blocked([4], [32], [warps], [0], -1, parts)
     whole: gl.constexpr = _product(warps, -1, parts)
     shared: gl.constexpr = _product(warps, 0, parts)
-    whole_weight: gl.constexpr = gl.DotOperandLayout(0, whole, 8)
-    whole_given: gl.constexpr = gl.DotOperandLayout(1, whole, 8)
-    shared_weight: gl.constexpr = gl.DotOperandLayout(0, shared, 8)
-    shared_given: gl.constexpr = gl.DotOperandLayout(1, shared, 8)
     of_whole: gl.constexpr = gl.SliceLayout(1, whole)
     line: gl.constexpr = _shared([0], -1, parts)
     line_shared: gl.constexpr = _shared([0], 0, parts)
@@ -159,13 +184,9 @@ def single(
     slot = gl.load(slots + t).to(gl.int64)
 
     # what stands before the step: weights of the gates, then rings and weights of the convolution
-    forget_row = gl.arange(0, dim, layout=gl.SliceLayout(1, whole_weight))
-    forget_at = gl.arange(0, dim, layout=gl.SliceLayout(0, whole_weight))
-    gate_row = gl.arange(0, dim, layout=gl.SliceLayout(1, shared_weight))
-    gate_at = gl.arange(0, dim, layout=gl.SliceLayout(0, shared_weight))
     weights = expand + h * (dim * dim)
-    forget_weight = gl.load(weights + forget_row[:, None] * dim + forget_at[None, :])
-    gate_weight = gl.load(weights + heads * (dim * dim) + gate_row[:, None] * dim + gate_at[None, :])
+    forget_weights = _weights(weights, dim, gl.DotOperandLayout(0, whole, 8))
+    gate_weights = _weights(weights + heads * (dim * dim), dim, gl.DotOperandLayout(0, shared, 8))
     gl.thread_barrier()  # or they are sent for when slot and position are there
 
     width = heads * dim
@@ -173,10 +194,10 @@ def single(
     kind = gl.arange(0, 2, layout=gl.SliceLayout(1, by_kind))  # query and key
     place = kind[:, None] * width + h * dim + gl.arange(0, dim, layout=gl.SliceLayout(0, by_kind))[None, :]
     column = gl.arange(0, dim, layout=of_columns)
-    value_place = 2 * width + h * dim + column
+    value_place = 2 * width + h * dim + gl.arange(0, dim, layout=by_one)
     sizes = (3 * width, weight_channel, weight_tap)
     before, newest = _past(first, conv_weight, place, position, sizes, taps, length, by_kind)
-    value_before, value_newest = _past(first, conv_weight, value_place, position, sizes, taps, length, of_columns)
+    value_before, value_newest = _past(first, conv_weight, value_place, position, sizes, taps, length, by_one)
     rate = gl.exp(gl.load(a_log + h))
     forget_channel = gl.arange(0, dim, layout=of_whole)
     bias = gl.load(dt_bias + h * dim + forget_channel)
@@ -205,16 +226,10 @@ def single(
     if not sooner:
         memory = gl.load(old + square, mask=known, other=0.0)
     async_copy.wait_group(0)
-    both_low = lows._reinterpret(projected.dtype.element_ty, [2, dim], line)
-    forget_low = both_low.index(0).load(gl.SliceLayout(1, whole_given))[:, None]
-    gate_low = both_low.index(1).load(gl.SliceLayout(1, shared_given))[:, None]
-    forget_low, _ = gl.broadcast(forget_low, gl.zeros([dim, 8], forget_low.dtype, whole_given))
-    gate_low, _ = gl.broadcast(gate_low, gl.zeros([dim, 8], gate_low.dtype, shared_given))
+    halves = lows._reinterpret(projected.dtype.element_ty, [4, dim // 2], line)
 
-    forget = mma_v2(forget_weight, forget_low, gl.zeros([dim, 8], gl.float32, whole))
-    gate = mma_v2(gate_weight, gate_low, gl.zeros([dim, 8], gl.float32, shared))
-    forget = gl.max(forget, axis=1) + bias  # eight times the same
-    gate = _sigmoid(gl.max(gate, axis=1))
+    forget = _times(forget_weights, halves, 0, dim, whole) + bias
+    gate = _sigmoid(_times(gate_weights, halves, 2, dim, shared))
     if bounded:
         decay = lower_bound * _sigmoid(rate * forget)
     else:
@@ -227,11 +242,10 @@ def single(
     channel_kept.store(gl.exp(decay))
     column_gate.store(gate)
 
+    # queries and keys as they are, and their lengths where both are used: no warp waits for them before
     mixed = before + own.to(gl.float32) * newest
-    mixed = mixed * _sigmoid(mixed)
-    mixed = mixed * (1.0 / gl.sqrt(gl.sum(mixed * mixed, axis=1) + l2_eps))[:, None]
     convolved = gl.allocate_shared_memory(gl.float32, [2 * dim], line)
-    convolved.store(gl.reshape(mixed, [2 * dim]))
+    convolved.store(gl.reshape(mixed * _sigmoid(mixed), [2 * dim]))
     kinds = convolved._reinterpret(gl.float32, [2, dim], line)
     beta = _sigmoid(beta)
     value = value_before + value_own.to(gl.float32) * value_newest
@@ -241,7 +255,11 @@ def single(
 
     query = kinds.index(0).load(of_rows)
     key = kinds.index(1).load(of_rows)
-    kq = gl.sum(kinds.index(0).load(by_channel) * kinds.index(1).load(by_channel), axis=0)
+    queries = kinds.index(0).load(by_channel)
+    keys = kinds.index(1).load(by_channel)
+    of_query = gl.rsqrt(gl.sum(queries * queries, axis=0) + l2_eps)
+    of_key = gl.rsqrt(gl.sum(keys * keys, axis=0) + l2_eps)
+    kq = gl.sum(keys * queries, axis=0) * of_key
     kept = channel_kept.load(of_rows)
     gate_here = column_gate.load(of_columns)
     left = memory * kept[:, None]
@@ -253,12 +271,12 @@ def single(
     which = gl.arange(0, 2, layout=gl.SliceLayout(0, by_sum))[None, :]
     recalled = gl.convert_layout(gl.sum(gl.where(which == 0, sums, 0.0), axis=1), of_columns, assert_trivial=True)
     seen = gl.convert_layout(gl.sum(gl.where(which == 1, sums, 0.0), axis=1), of_columns, assert_trivial=True)
-    error = (column_value.load(of_columns) - recalled) * beta
-    read = gl.reshape((seen + kq * error) * (dim**-0.5), [parts, dim // parts])
+    error = (column_value.load(of_columns) - recalled * of_key) * beta
+    read = gl.reshape((seen + kq * error) * (of_query * dim**-0.5), [parts, dim // parts])
     squares = gl.sum(read * read, axis=1)
     if parts > 1:
         meeting = _exchange(GIVE, "=r,r,f,~{memory}", [meeting, squares])
-    gl.store(new + square, left + key[:, None] * error[None, :])
+    gl.store(new + square, left + key[:, None] * (error * of_key)[None, :])
     if releases:
         gdc_launch_dependents()
     if parts == 2:
@@ -268,7 +286,7 @@ def single(
     # the row written may be the oldest one read, by the same thread, and in all programs before they sent their number
     gl.store(first + position % length * (3 * width) + place, own)
     gl.store(first + position % length * (3 * width) + value_place, value_own)
-    inverse = 1.0 / gl.sqrt(squares / dim + norm_eps)
+    inverse = gl.rsqrt(squares / dim + norm_eps)
     scaled = gl.convert_layout(gl.reshape(read * inverse[:, None], [dim]), of_columns, assert_trivial=True)
     normed = scaled * normal * gate_here
     gl.store(out + t * width + h * dim + column, normed.to(out.dtype.element_ty))

@@ -56,7 +56,7 @@ def run(
     front = Front([arguments[at] for at in late])
 
     names: dict[str, Any] = {
-        "gl": language(program, DotOperandLayout=layout),
+        "gl": language(program, DotOperandLayout=layout, rsqrt=torch.rsqrt),
         "async_copy": copies,
         "gdc_wait": front.wait,
     }

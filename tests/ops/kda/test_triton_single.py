@@ -46,8 +46,9 @@ def test_a_step_equals_the_formula(versions: int, rollback: int, bounded: bool, 
     case = decode_step_case(6, HEADS, DIM, padding=2, versions=versions, rollback=rollback, bounded=bounded)
     mine = map_tensors(case, torch.clone)
     given = arguments(mine, *choices)
-    helpers = (triton_single._sigmoid, triton_single._past)
+    helpers = (triton_single._past, triton_single._weights, triton_single._times)
     own = dict.fromkeys(("_blocked", "_product", "_shared"), layout) | {
+        "_sigmoid": torch.sigmoid,
         "mma_v2": multiplied,
         "_exchange": exchanged,
         "_taken": lambda _what, numbers: numbers.sum().broadcast_to(numbers.shape),
