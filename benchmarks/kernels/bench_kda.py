@@ -59,24 +59,30 @@ L2_BYTES = 100e6
 WORST = 0.02
 """Relative error in norm: bf16 results against fp32 ones."""
 
-_ONE = Launch(True, releases=True, parts=2)
+_ONE = Launch(True, releases=True, parts=2, sooner=True)
+_SLIM = replace(_ONE, registers=128)
 SINGLES: dict[int, tuple[Launch, ...]] = {
     1: (
-        replace(_ONE, sooner=True),
         _ONE,
-        replace(_ONE, sooner=True, releases=False),
-        replace(_ONE, sooner=True, warps=4),
-        replace(_ONE, sooner=True, parts=4, warps=4),
-        replace(_ONE, sooner=True, parts=4),
-        replace(_ONE, sooner=True, parts=1),
+        _SLIM,
+        replace(_ONE, at_once=True),
+        replace(_SLIM, at_once=True),
+        replace(_SLIM, sooner=False),
+        replace(_SLIM, sooner=False, at_once=True),
+        replace(_SLIM, parts=4),
+        replace(_ONE, parts=4, warps=4),
+        replace(_ONE, warps=4),
+        replace(_ONE, parts=1),
+        replace(_ONE, releases=False),
     ),
     2: (
-        replace(_ONE, sooner=True, parts=1),
-        replace(_ONE, sooner=True, warps=4),
+        _SLIM,
+        replace(_SLIM, at_once=True),
+        replace(_SLIM, sooner=False),
+        replace(_ONE, parts=1),
         replace(_ONE, warps=4),
-        replace(_ONE, sooner=True, parts=4, warps=4),
     ),
-    4: (replace(_ONE, sooner=True, parts=1), replace(_ONE, sooner=True, warps=4)),
+    4: (_SLIM, replace(_ONE, parts=1)),
 }
 """Candidates by rows: the whole step in one launch, by ``triton_single``."""
 

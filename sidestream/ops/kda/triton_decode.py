@@ -40,7 +40,7 @@ class Launch:
         early: start the first kernel while the one before it ends: its weights never change, so it has them by then.
         releases: let the kernel behind the ordered one start while that ends.
         parts: programs a head in the kernel of ``triton_single``, which is then the only one; 0 where it is not used.
-        warps, sooner: of that kernel.
+        warps, sooner, at_once: of that kernel; registers: that a thread of it has at most, None for what it likes.
     """
 
     ordered: bool
@@ -51,6 +51,8 @@ class Launch:
     parts: int = 0
     warps: int = 8
     sooner: bool = False
+    at_once: bool = False
+    registers: int | None = None
 
 
 PLAIN, ORDERED = Launch(ordered=False), Launch(ordered=True)
@@ -132,10 +134,9 @@ def decode_step(
         assert hopper, "clusters of programs, on Hopper"
         assert single_takes(projected), (projected.dtype, projected.stride(0))
         tensors = (projected, conv_state, state, out, expand, *memories)
-        form = (launch.parts, launch.warps, launch.sooner, launch.releases)
-        single[(H, T)](
-            *tensors, *numbers, *constants, *form, num_warps=launch.warps, num_ctas=launch.parts, launch_pdl=True
-        )
+        form = (launch.parts, launch.warps, launch.sooner, launch.releases, launch.at_once)
+        shape = {"num_warps": launch.warps, "num_ctas": launch.parts, "maxnreg": launch.registers}
+        single[(H, T)](*tensors, *numbers, *constants, *form, **shape, launch_pdl=True)
         return out
     expanded = torch.empty(2, T, H * D, dtype=torch.float32, device=projected.device)
     _expand[(2 * H, triton.cdiv(T, launch.rows))](

@@ -156,11 +156,13 @@ def single(
     warps: gl.constexpr,
     sooner: gl.constexpr,
     releases: gl.constexpr,
+    at_once: gl.constexpr,
 ):
     """As ``triton_decode``'s kernels, for ``dim`` 128 and up to four taps, in clusters of ``parts`` programs (1, 2 or
     4) of 4 or 8 ``warps``. ``expand`` [2, heads * dim, dim] in the dtype of ``projected``, whose rows begin at
     multiples of 16 bytes. Before ``gdc_wait`` it reads weights and what stands before the kernel in front of this one
-    begins: slots, positions, rings and, if ``sooner``, states. ``releases``: as in ``triton_advance``."""
+    begins: slots, positions, rings and, if ``sooner``, states. ``releases``: as in ``triton_advance``, or,
+    with ``at_once``, the next kernel may start when all programs have sent for what they read."""
     deep: gl.constexpr = dim // (parts * warps)
     by_row: gl.constexpr = _blocked([deep, 4], [parts, 32 // parts], [warps, 1], [1, 0], 1, parts)
     of_rows: gl.constexpr = gl.SliceLayout(1, by_row)
@@ -225,6 +227,8 @@ def single(
     beta = gl.load(low + 2 * dim + h).to(gl.float32)
     if not sooner:
         memory = gl.load(old + square, mask=known, other=0.0)
+    if releases and at_once:
+        gdc_launch_dependents()
     async_copy.wait_group(0)
     halves = lows._reinterpret(projected.dtype.element_ty, [4, dim // 2], line)
 
@@ -277,7 +281,7 @@ def single(
     if parts > 1:
         meeting = _exchange(GIVE, "=r,r,f,~{memory}", [meeting, squares])
     gl.store(new + square, left + key[:, None] * (error * of_key)[None, :])
-    if releases:
+    if releases and not at_once:
         gdc_launch_dependents()
     if parts == 2:
         squares = _taken(TAKE_2, meeting)
