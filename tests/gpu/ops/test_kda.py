@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any
 
@@ -23,6 +24,7 @@ from sidestream.ops.kda import (
     triton_decode,
     triton_mixed,
 )
+from tests.ops.kda import decode_step_case as case_module
 from tests.ops.kda.decode_step_case import decode_step_case, owned
 from tests.ops.kda.mixed_step_case import mixed_step_case
 from tests.ops.operator_case import call, map_tensors, overwrite
@@ -75,6 +77,38 @@ def test_an_ordered_step_equals_the_formula(rows: int) -> None:
         got, state, ring = (tensor.cpu() for tensor in results[0])
         assert all(torch.equal(got, other[0].cpu()) for other in results[1:])
         assert all(torch.equal(owned(state), owned(other[1].cpu())) for other in results[1:])
+        want = reference.decode_step(**case)
+        torch.testing.assert_close(got, want, rtol=BF16_STEPS, atol=BF16_STEPS)
+        torch.testing.assert_close(owned(state), owned(case["state"]), rtol=BF16_STEPS, atol=BF16_STEPS)
+        length = case["plan"].length
+        assert torch.equal(owned(ring, length=length), owned(case["conv_state"], length=length))
+
+
+ONE = triton_decode.Launch(ordered=True, releases=True, parts=2, sooner=True)
+SINGLES = (ONE, replace(ONE, parts=1), replace(ONE, parts=4, warps=4), replace(ONE, sooner=False, registers=128))
+
+
+@pytest.mark.parametrize("launch", SINGLES, ids=["two", "one", "four", "slim"])
+@pytest.mark.parametrize("window", [4, 3, 2])
+def test_a_step_in_one_launch_equals_the_formula(
+    window: int, launch: triton_decode.Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the dispatcher uses it or not; five times the same bits, and the same for a row by itself."""
+    monkeypatch.setattr(case_module, "WINDOW", window)
+    for rows, versions, rollback, bounded in ((2, 1, 0, True), (6, 3, 2, False)):
+        choice = {"padding": rows // 4, "versions": versions, "rollback": rollback, "bounded": bounded}
+        case = decode_step_case(rows, HEADS, DIM, dtype=torch.bfloat16, **choice)
+        results = []
+        for _ in range(5):
+            mine = to_gpu(case)
+            torch.cuda.synchronize()
+            results.append((triton_decode.decode_step(**mine, launch=launch), mine["state"], mine["conv_state"]))
+        got, state, ring = (tensor.cpu() for tensor in results[0])
+        assert all(torch.equal(got, other[0].cpu()) for other in results[1:])
+        assert all(torch.equal(owned(state), owned(other[1].cpu())) for other in results[1:])
+        alone = to_gpu(case)
+        alone |= {name: alone[name][1:2].clone() for name in ("projected", "slots", "start")}
+        assert torch.equal(triton_decode.decode_step(**alone, launch=launch)[0].cpu(), got[1])
         want = reference.decode_step(**case)
         torch.testing.assert_close(got, want, rtol=BF16_STEPS, atol=BF16_STEPS)
         torch.testing.assert_close(owned(state), owned(case["state"]), rtol=BF16_STEPS, atol=BF16_STEPS)

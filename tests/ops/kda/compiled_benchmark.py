@@ -1,6 +1,6 @@
 """Run by ``test_benchmark.py`` in a process of its own: it pretends that there is a GPU, and launches what the
 benchmark of KDA launches, first where its processes compile, then where it is timed. Prints both, a set of names and
-specialisations each, and what the ordered kernel compiles to."""
+specialisations each, and what the ordered kernel and that of one launch compile to."""
 
 from __future__ import annotations
 
@@ -46,9 +46,12 @@ def main() -> None:
         met.append(sorted(found))
         with pretended_device(), kernels_met(lambda: "") as found:
             bench.decode_step(**bench.arguments(64, seed=0), launch=bench.usual_launch(64))
+        with pretended_device(), kernels_met(lambda: "") as singles:
+            bench.decode_step(**bench.arguments(1, seed=0), launch=bench.SINGLES[1][0])
     begin()
+    (single,) = singles.values()
     (ordered,) = (kernel for kernel in found.values() if kernel.name.endswith(".advance"))
-    print(json.dumps([*met, asdict(resources_of(ordered))]))
+    print(json.dumps([*met, asdict(resources_of(ordered)), asdict(resources_of(single))]))
 
 
 if __name__ == "__main__":

@@ -71,6 +71,13 @@ def test_three_programs_find_a_place_on_a_multiprocessor(launched: Any) -> None:
     assert (found["resident"], found["stack"], found["code"]["spilled"]) == (3, 0, [0, 0]), found
 
 
+def test_one_launch_keeps_all_in_registers(launched: Any) -> None:
+    """Of 8 warps, and waits at five barriers, one of them before the kernel in front has ended."""
+    found = launched[3]
+    assert (found["warps"], found["stack"], found["code"]["spilled"]) == (8, 0, [0, 0]), found
+    assert found["code"]["counts"]["barrier"] == [5, 0], found
+
+
 def test_all_that_is_in_use_is_timed() -> None:
     """Each kind once: products early or not, of 16 rows or 64, a kernel that releases the next one, the plain one."""
     steps = bench.steps_of(bench.BATCHES)

@@ -86,6 +86,28 @@ def test_which_kernels_a_step_takes_on_hopper(right: bool, monkeypatch: pytest.M
     assert [rows for rows in sizes if chosen[rows].rows == 64] == ([65, 256] if right else [])
 
 
+@pytest.mark.parametrize("agreeing", [(), ("ordered",), ("ordered", "single"), ("single",)])
+def test_when_a_step_is_one_launch(agreeing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the rows of its table, where it was right and can read them; of the others nothing changes."""
+    one = Launch(ordered=True, parts=2)
+    monkeypatch.setattr(triton_decode, "SINGLE", {1: one, 2: one})
+    monkeypatch.setattr(triton_decode.first_use, "agree", lambda name, *_: name.split(",")[0] in agreeing)
+    device = torch.device("cuda")
+    chosen = [triton_decode.launch_for(device, rows) for rows in (1, 2, 9)]
+    assert [launch.parts for launch in chosen] == ([2, 2, 0] if "single" in agreeing else [0, 0, 0])
+    assert chosen[2].ordered == ("ordered" in agreeing)
+    aside = triton_decode.launch_for(device, 1, singly=False)
+    assert aside.parts == 0
+    assert aside.ordered == ("ordered" in agreeing)
+
+
+def test_what_one_launch_takes() -> None:
+    rows = torch.empty(2, 48 + 16, dtype=torch.bfloat16)
+    assert triton_decode.single_takes(rows)
+    assert not triton_decode.single_takes(rows.float())
+    assert not triton_decode.single_takes(torch.empty(2, 50, dtype=torch.bfloat16))
+
+
 def test_what_the_kernel_takes() -> None:
     case = decode_step_case(2, 2, 16)
     names = ("projected", "conv_state", "state", "expand", "plan")

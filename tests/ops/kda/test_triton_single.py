@@ -11,6 +11,7 @@ import torch
 
 from sidestream.ops.kda.torch_impl import L2_EPS
 from tests.ops.gluon_in_torch import layout
+from tests.ops.kda import decode_step_case as case_module
 from tests.ops.kda.decode_step_case import decode_step_case
 from tests.ops.kda.gluon_in_torch import run
 from tests.ops.kda.test_triton_advance import DIM, HEADS, KINDS, check
@@ -59,3 +60,10 @@ def test_a_step_equals_the_formula(versions: int, rollback: int, bounded: bool, 
     for program in product(range(HEADS), range(mine["projected"].shape[0])):
         run(triton_single.single, helpers, program, given, late=(0,), **own)
     check(case, mine, given[3])
+
+
+@pytest.mark.parametrize("window", [2, 3])
+def test_fewer_taps(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above."""
+    monkeypatch.setattr(case_module, "WINDOW", window)
+    test_a_step_equals_the_formula(1, 1, True, CHOICES[1])
