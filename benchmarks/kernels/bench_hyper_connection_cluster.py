@@ -43,10 +43,12 @@ LAUNCHES: list[Cluster | None] = [
     Cluster(),
     Cluster(ahead=False),
     Cluster(late=True),
-    Cluster(rows=4),
-    Cluster(rows=4, ahead=False),
-    Cluster(rows=16),
+    Cluster(terms=2),
+    Cluster(terms=2, ahead=False),
+    Cluster(rows=4, terms=2),
+    Cluster(rows=4, terms=2, ahead=False),
     Cluster(rows=16, ahead=False),
+    Cluster(rows=16, terms=2, ahead=False),
 ]
 """None is what is in use."""
 CALLS, REPLAYS, WEIGHTS = 16, 25, 8

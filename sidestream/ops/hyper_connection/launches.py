@@ -13,7 +13,9 @@ class Cluster:
         rows: of a cluster, 4, 8 or 16, and no more than it has processors.
         processors: of a cluster; each has a share of the columns.
         warps: of each processor.
-        ahead: read ``fn`` before the kernel in front has ended; else behind the loads of streams, which come sooner then
+        terms: of a factor, whose products with bf16 are exact: 3 of bf16 for all of its 24 bits, or 2 of TF32 for 22,
+            which takes a third of the instructions.
+        ahead: read ``fn`` before the kernel in front has ended; else behind the loads of streams, which come sooner so
             where a cluster finds its place only when that kernel is gone.
         late: let the next kernel start when new streams are written, not once the one in front has ended.
     """
@@ -21,6 +23,7 @@ class Cluster:
     rows: int = 8
     processors: int = 16
     warps: int = 16
+    terms: int = 3
     ahead: bool = True
     late: bool = False
 

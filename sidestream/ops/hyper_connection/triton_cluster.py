@@ -42,6 +42,7 @@ from sidestream.ops.hyper_connection.triton_cluster_parts import (
     rank,
     rounded,
     sigmoid,
+    upper_bits,
     warp,
     warp_sums,
 )
@@ -133,6 +134,7 @@ def hyper_connection_post_pre(
         R=launch.rows,
         C=launch.processors,
         W=launch.warps,
+        terms=launch.terms,
         ahead=launch.ahead,
         late=launch.late,
         **options,
@@ -198,14 +200,20 @@ def _multiplied(
     R: gl.constexpr,
     C: gl.constexpr,
     W: gl.constexpr,
+    terms: gl.constexpr,
     columns: gl.constexpr,
     products: gl.constexpr,
 ):
     """[C, 32, 8 or 16] sums over a processor's columns. Fewer rows than 8 stand there 8 / R times each."""
-    high = narrowed(factor)
-    rest = factor - high.to(gl.float32)
-    middle = narrowed(rest)
-    low = narrowed(rest - middle.to(gl.float32))
+    if terms == 2:
+        # Elements of x have 8 bits, so products with 11 bits are exact. Of a factor's 24 bits the last 2 are left out.
+        high = upper_bits(factor)
+        rest = factor - high
+    else:
+        high = narrowed(factor)
+        rest = factor - high.to(gl.float32)
+        middle = narrowed(rest)
+        low = narrowed(rest - middle.to(gl.float32))
     # What a join of blocked layouts is like across processors, Triton does not know.
     linear: gl.constexpr = gl.to_linear_layout(columns, n0.shape)
     n0 = gl.convert_layout(n0, linear, assert_trivial=True)
@@ -218,12 +226,15 @@ def _multiplied(
     # By shared memory of its own: what Triton takes for a conversion is that of all processors together.
     x = gl.allocate_shared_memory(gl.bfloat16, tile.shape, in_memory(C, 8, [1, 2, 0]), tile)
     x = x.load(gl.DotOperandLayout(1, products, 4))
-    # Nothing: it keeps the compiler from mixing streams a second time, in the layout of the products.
-    x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.bfloat16, is_pure=False, pack=2)
     sums = gl.zeros([C * W, 32, 8 if R < 8 else R], gl.float32, layout=products)
-    sums = mma_v2(low, x, sums)
-    sums = mma_v2(middle, x, sums)
-    sums = mma_v2(high, x, sums)
+    if terms == 2:
+        x = x.to(gl.float32)
+        sums = mma_v2(rest, x, sums, input_precision="tf32")
+        sums = mma_v2(high, x, sums, input_precision="tf32")
+    else:
+        sums = mma_v2(low, x, sums)
+        sums = mma_v2(middle, x, sums)
+        sums = mma_v2(high, x, sums)
     sums = gl.allocate_shared_memory(gl.float32, sums.shape, in_memory(C, 1, [2, 1, 0]), sums)
     # A thread adds up what all warps have for its places.
     sums = sums.load(over_processors([W, 1, 1], [1, 4, 8], [1, 8, W // 8], C))
@@ -263,6 +274,7 @@ def _between(
     R: gl.constexpr,
     C: gl.constexpr,
     W: gl.constexpr,
+    terms: gl.constexpr,
     ahead: gl.constexpr,
     late: gl.constexpr,
 ):
@@ -315,7 +327,7 @@ def _between(
     gl.store(written + 3 * H, n3, mask=stored)
     if late:
         gdc_launch_dependents()
-    sums = _multiplied(n0, n1, n2, n3, factor, R, C, W, columns, products)
+    sums = _multiplied(n0, n1, n2, n3, factor, R, C, W, terms, columns, products)
     _publish(sums, partials, T, R, C, W)
     w0, w1, w2, w3 = n0.to(gl.float32), n1.to(gl.float32), n2.to(gl.float32), n3.to(gl.float32)
     square = gl.sum((w0 * w0 + w1 * w1) + (w2 * w2 + w3 * w3), axis=2)

@@ -79,6 +79,14 @@ def narrowed(value):
 
 
 @gluon.jit
+def upper_bits(value):
+    """fp32 cut off to the 11 bits that a product in TF32 takes."""
+    return gl.inline_asm_elementwise(
+        "and.b32 $0, $1, 0xffffe000;", "=r,r", [value], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def reciprocal(value):
     """Within one ulp."""
     return gl.inline_asm_elementwise(

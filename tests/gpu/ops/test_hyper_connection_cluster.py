@@ -16,7 +16,7 @@ from tests.tolerances import BF16_STEPS, FP32_GEMM
 pytestmark = pytest.mark.gpu
 triton_cluster = pytest.importorskip("sidestream.ops.hyper_connection.triton_cluster")
 
-LAUNCHES = [Cluster(), Cluster(ahead=False), Cluster(late=True), Cluster(rows=4), Cluster(rows=16)]
+LAUNCHES = [Cluster(), Cluster(ahead=False), Cluster(late=True), Cluster(rows=4, terms=2), Cluster(rows=16)]
 
 
 @pytest.fixture(autouse=True)

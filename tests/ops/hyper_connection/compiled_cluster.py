@@ -23,6 +23,7 @@ LAUNCHES = {
     "4 rows": Cluster(rows=4),
     "8 rows": Cluster(),
     "8 rows, factors behind": Cluster(ahead=False),
+    "8 rows, two terms": Cluster(terms=2),
     "8 rows, late": Cluster(late=True),
     "16 rows": Cluster(rows=16),
 }

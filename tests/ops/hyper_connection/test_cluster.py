@@ -105,14 +105,25 @@ def names_of(program: tuple[int, int], front: Front, exchange: Exchange) -> dict
         "store": exchange.store,
         "to_linear_layout": lambda layout, shape: None,
     }
-    names: dict[str, Any] = {"gl": language(program, **own), "mma_v2": lambda a, b, sums: a.float() @ b.float() + sums}
+    names: dict[str, Any] = {"gl": language(program, **own), "mma_v2": product}
     names |= {"gdc_wait": front.wait, "gdc_launch_dependents": lambda: None}
     with_functions(names, [*FUNCTIONS, *PARTS])
     names |= {name: lambda *_: None for name in ("over_processors", "warp_sums", "in_memory")}
     names |= {"cluster_arrive": exchange.arrive, "cluster_wait": exchange.wait, "warp": lambda: 0, "rank": lambda: 0}
     names |= {"rounded": lambda x: x.bfloat16().float(), "narrowed": lambda x: x.bfloat16()}
-    names |= {"reciprocal": torch.reciprocal, "not_before": lambda x: x}
+    names |= {"reciprocal": torch.reciprocal, "not_before": lambda x: x, "upper_bits": upper_bits}
     return names
+
+
+def upper_bits(x: torch.Tensor) -> torch.Tensor:
+    return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+def product(a: torch.Tensor, b: torch.Tensor, sums: torch.Tensor, input_precision: str | None = None) -> torch.Tensor:
+    if input_precision == "tf32":
+        return upper_bits(a) @ upper_bits(b) + sums
+    assert a.dtype == b.dtype == torch.bfloat16
+    return a.float() @ b.float() + sums
 
 
 def drawn(rows: int) -> dict[str, Any]:
@@ -148,7 +159,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[torch.Tensor, ..
     return run
 
 
-@pytest.mark.parametrize("launch", [Cluster(), Cluster(rows=4, late=True), Cluster(rows=16)], ids=["8", "4", "16"])
+@pytest.mark.parametrize(
+    "launch", [Cluster(), Cluster(rows=4, late=True), Cluster(rows=16, ahead=False), Cluster(terms=2)], ids=str
+)
 @pytest.mark.parametrize("rows", [1, 8, 19])
 @pytest.mark.parametrize("summed", [False, True], ids=["summed on the way", "summed"])
 def test_equals_the_formula(

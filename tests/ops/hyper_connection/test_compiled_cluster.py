@@ -24,7 +24,7 @@ def compiled() -> dict[str, Any]:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     kernels: dict[str, Any] = json.loads(done.stdout)
-    assert len(kernels) == 11
+    assert len(kernels) == 13
     return kernels
 
 
