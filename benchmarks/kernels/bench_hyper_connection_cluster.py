@@ -47,6 +47,9 @@ LAUNCHES: list[Cluster | None] = [
     Cluster(terms=2, ahead=False),
     Cluster(rows=4, terms=2),
     Cluster(rows=4, terms=2, ahead=False),
+    Cluster(warps=8, held=True),
+    Cluster(warps=8, held=True, terms=2),
+    Cluster(rows=4, warps=8, held=True, terms=2),
     Cluster(rows=16, ahead=False),
     Cluster(rows=16, terms=2, ahead=False),
 ]

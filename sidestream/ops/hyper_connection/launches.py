@@ -15,6 +15,7 @@ class Cluster:
         warps: of each processor.
         terms: of a factor, whose products with bf16 are exact: 3 of bf16 for all of its 24 bits, or 2 of TF32 for 22,
             which takes a third of the instructions.
+        held: factors wait in shared memory, not in registers; always ``ahead``.
         ahead: read ``fn`` before the kernel in front has ended; else behind the loads of streams, which come sooner so
             where a cluster finds its place only when that kernel is gone.
         late: let the next kernel start when new streams are written, not once the one in front has ended.
@@ -24,6 +25,7 @@ class Cluster:
     processors: int = 16
     warps: int = 16
     terms: int = 3
+    held: bool = False
     ahead: bool = True
     late: bool = False
 

@@ -26,7 +26,6 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sidestream.ops.hyper_connection import triton_post, triton_pre
@@ -34,7 +33,6 @@ from sidestream.ops.hyper_connection.launches import Cluster
 from sidestream.ops.hyper_connection.triton_cluster_parts import (
     cluster_arrive,
     cluster_wait,
-    in_memory,
     iterate,
     narrowed,
     not_before,
@@ -42,9 +40,14 @@ from sidestream.ops.hyper_connection.triton_cluster_parts import (
     rank,
     rounded,
     sigmoid,
-    upper_bits,
     warp,
     warp_sums,
+)
+from sidestream.ops.hyper_connection.triton_cluster_products import (
+    factors_in_registers,
+    factors_to_memory,
+    multiplied,
+    publish,
 )
 from sidestream.ops.hyper_connection.triton_post import output_arguments
 from sidestream.ops.moe.expert_sum import ExpertSum
@@ -64,12 +67,13 @@ def takes(
 
 
 def fits(hidden: int, launch: Cluster) -> bool:
-    """A warp multiplies 64 elements of a processor's share, and has at least two of each of its rows."""
+    """Each warp multiplies 64 elements of a processor's share, or 32 of each stream if factors are in shared memory,
+    and has two or more of each of its rows."""
     share = hidden // launch.processors
     whole = share & (share - 1) == 0 and hidden % launch.processors == 0
     own = share * launch.rows // (32 * launch.warps)
-    rows = launch.rows in (4, 8, 16) and launch.rows <= min(launch.processors, launch.warps)
-    return rows and whole and own >= 2 and 4 * share == 64 * launch.warps
+    rows = launch.rows in (4, 8, 16) and launch.rows <= launch.processors and launch.warps % launch.rows in (0, 8)
+    return rows and whole and own >= 2 and 4 * share == (128 if launch.held else 64) * launch.warps
 
 
 @cache
@@ -135,6 +139,7 @@ def hyper_connection_post_pre(
         C=launch.processors,
         W=launch.warps,
         terms=launch.terms,
+        held=launch.held,
         ahead=launch.ahead,
         late=launch.late,
         **options,
@@ -178,69 +183,6 @@ def _given(output, weights, ids, row, h, output_row, T, H: gl.constexpr, top_k: 
     return given
 
 
-@gluon.jit
-def _factor(fn, H: gl.constexpr, C: gl.constexpr, W: gl.constexpr, layout: gl.constexpr):
-    """[C * W, 32, 64]: each warp's columns of ``fn``, a run of one stream's; the last eight rows are zero."""
-    b = gl.arange(0, C * W, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    m = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    k = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    run = b % W * 64
-    at = run // (H // C) * H + b // W * (H // C) + run % (H // C)
-    places = fn + (at[:, None, None] + m[None, :, None] * (4 * H) + k[None, None, :])
-    return gl.load(places, mask=(m < 24)[None, :, None] & (k >= 0)[None, None, :], other=0.0)
-
-
-@gluon.jit
-def _multiplied(
-    n0,
-    n1,
-    n2,
-    n3,
-    factor,
-    R: gl.constexpr,
-    C: gl.constexpr,
-    W: gl.constexpr,
-    terms: gl.constexpr,
-    columns: gl.constexpr,
-    products: gl.constexpr,
-):
-    """[C, 32, 8 or 16] sums over a processor's columns. Fewer rows than 8 stand there 8 / R times each."""
-    if terms == 2:
-        # Elements of x have 8 bits, so products with 11 bits are exact. Of a factor's 24 bits the last 2 are left out.
-        high = upper_bits(factor)
-        rest = factor - high
-    else:
-        high = narrowed(factor)
-        rest = factor - high.to(gl.float32)
-        middle = narrowed(rest)
-        low = narrowed(rest - middle.to(gl.float32))
-    # What a join of blocked layouts is like across processors, Triton does not know.
-    linear: gl.constexpr = gl.to_linear_layout(columns, n0.shape)
-    n0 = gl.convert_layout(n0, linear, assert_trivial=True)
-    n1 = gl.convert_layout(n1, linear, assert_trivial=True)
-    n2 = gl.convert_layout(n2, linear, assert_trivial=True)
-    n3 = gl.convert_layout(n3, linear, assert_trivial=True)
-    tile = gl.join(gl.join(n0, n2), gl.join(n1, n3)).permute((0, 3, 4, 2, 1)).reshape((C * W, 64, R))
-    if R == 4:
-        tile = gl.join(tile, tile).reshape((C * W, 64, 8))
-    # By shared memory of its own: what Triton takes for a conversion is that of all processors together.
-    x = gl.allocate_shared_memory(gl.bfloat16, tile.shape, in_memory(C, 8, [1, 2, 0]), tile)
-    x = x.load(gl.DotOperandLayout(1, products, 4))
-    sums = gl.zeros([C * W, 32, 8 if R < 8 else R], gl.float32, layout=products)
-    if terms == 2:
-        x = x.to(gl.float32)
-        sums = mma_v2(rest, x, sums, input_precision="tf32")
-        sums = mma_v2(high, x, sums, input_precision="tf32")
-    else:
-        sums = mma_v2(low, x, sums)
-        sums = mma_v2(middle, x, sums)
-        sums = mma_v2(high, x, sums)
-    sums = gl.allocate_shared_memory(gl.float32, sums.shape, in_memory(C, 1, [2, 1, 0]), sums)
-    # A thread adds up what all warps have for its places.
-    sums = sums.load(over_processors([W, 1, 1], [1, 4, 8], [1, 8, W // 8], C))
-    return gl.sum(sums.reshape((C, W, 32, 8 if R < 8 else R)), axis=1)
-
-
 @gluon.jit(do_not_specialize=["T"])
 def _between(
     streams,
@@ -275,6 +217,7 @@ def _between(
     C: gl.constexpr,
     W: gl.constexpr,
     terms: gl.constexpr,
+    held: gl.constexpr,
     ahead: gl.constexpr,
     late: gl.constexpr,
 ):
@@ -286,8 +229,10 @@ def _between(
     of_rows: gl.constexpr = gl.SliceLayout(2, columns)
     logits_of: gl.constexpr = gl.SliceLayout(2, logit)
     # What never changes need not wait for the kernel in front.
-    if ahead:
-        factor = _factor(fn, H, C, W, gl.DotOperandLayout(0, products, 4))
+    if held:
+        factor = factors_to_memory(fn, H, C, W)
+    elif ahead:
+        factor = factors_in_registers(fn, H, C, W, products)
     column = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, logits_of)))[None, None, :]
     bias = gl.load(base + column, mask=column < 24, other=0.0)
     processor = gl.arange(0, C, layout=gl.SliceLayout(1, of_rows))[:, None]
@@ -312,9 +257,10 @@ def _between(
     s1 = _taken(mix + mix_to, post + post_stream, mix_from)
     s2 = _taken(mix + 2 * mix_to, post + 2 * post_stream, mix_from)
     s3 = _taken(mix + 3 * mix_to, post + 3 * post_stream, mix_from)
-    if not ahead:
-        factor = _factor(fn, H, C, W, gl.DotOperandLayout(0, products, 4))
-    factor = not_before(factor)
+    if not held:
+        if not ahead:
+            factor = factors_in_registers(fn, H, C, W, products)
+        factor = not_before(factor)
     n0 = _new_stream(x0, x1, x2, x3, given, s0)
     n1 = _new_stream(x0, x1, x2, x3, given, s1)
     n2 = _new_stream(x0, x1, x2, x3, given, s2)
@@ -327,8 +273,8 @@ def _between(
     gl.store(written + 3 * H, n3, mask=stored)
     if late:
         gdc_launch_dependents()
-    sums = _multiplied(n0, n1, n2, n3, factor, R, C, W, terms, columns, products)
-    _publish(sums, partials, T, R, C, W)
+    sums = multiplied(n0, n1, n2, n3, factor, R, C, W, terms, held, columns, products)
+    publish(sums, partials, T, R, C, W)
     w0, w1, w2, w3 = n0.to(gl.float32), n1.to(gl.float32), n2.to(gl.float32), n3.to(gl.float32)
     square = gl.sum((w0 * w0 + w1 * w1) + (w2 * w2 + w3 * w3), axis=2)
     gl.store(partials + (known * C + processor) * 32 + 24, square, mask=there)
@@ -368,20 +314,6 @@ def _between(
 def _share(opened, column, eps, which: gl.constexpr, of_rows: gl.constexpr):
     pre = gl.sum(gl.where(column == which, opened, 0.0), axis=2) + eps
     return gl.convert_layout(pre, of_rows, assert_trivial=True)[:, :, None]
-
-
-@gluon.jit
-def _publish(sums, partials, T, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
-    """[C, 32, 8 or 16] to partials [T, C, 32], without the last eight."""
-    rows: gl.constexpr = 8 if R < 8 else R
-    layout: gl.constexpr = over_processors([1, 1, 1], [1, 4, 8], [1, 8, W // 8], C)
-    sums = gl.convert_layout(sums, layout, assert_trivial=True)
-    c = gl.arange(0, C, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    m = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    n = gl.arange(0, rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    row = gl.program_id(0) * R + n // (rows // R)
-    kept = (n % (rows // R) == 0) & (row < T) & (m < 24)
-    gl.store(partials + (row.to(gl.int64) * C + c) * 32 + m, sums, mask=kept)
 
 
 @gluon.jit

@@ -23,10 +23,10 @@ def warp_sums(C, W):
 
 
 @gluon.constexpr_function
-def in_memory(C, together, order):
-    """Shared memory of [C * W, ...], each processor's own: lines turned by ``together`` elements each."""
+def in_memory(C, together, phases, order):
+    """Shared memory of [C * W, ...], each processor's own: lines are turned by so many elements, and so often."""
     over = [[1 << i, 0, 0] for i in range(C.bit_length() - 1)]
-    return gl.SwizzledSharedLayout(together, 1, together, order, over)
+    return gl.SwizzledSharedLayout(together, 1, phases, order, over)
 
 
 @gluon.jit

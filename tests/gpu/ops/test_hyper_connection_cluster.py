@@ -16,7 +16,15 @@ from tests.tolerances import BF16_STEPS, FP32_GEMM
 pytestmark = pytest.mark.gpu
 triton_cluster = pytest.importorskip("sidestream.ops.hyper_connection.triton_cluster")
 
-LAUNCHES = [Cluster(), Cluster(ahead=False), Cluster(late=True), Cluster(rows=4, terms=2), Cluster(rows=16)]
+LAUNCHES = [
+    Cluster(),
+    Cluster(ahead=False),
+    Cluster(late=True),
+    Cluster(rows=4, terms=2),
+    Cluster(rows=16),
+    Cluster(warps=8, held=True),
+    Cluster(rows=4, warps=8, terms=2, held=True),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,8 @@ LAUNCHES = {
     "8 rows": Cluster(),
     "8 rows, factors behind": Cluster(ahead=False),
     "8 rows, two terms": Cluster(terms=2),
+    "8 rows, held": Cluster(warps=8, held=True),
+    "8 rows, held, two terms": Cluster(warps=8, held=True, terms=2),
     "8 rows, late": Cluster(late=True),
     "16 rows": Cluster(rows=16),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -16,14 +17,20 @@ import torch
 from sidestream.ops.hyper_connection import launches, reference, torch_impl
 from sidestream.ops.hyper_connection.launches import Cluster
 from sidestream.ops.moe import ExpertSum, settled
-from tests.ops.gluon_in_torch import Front, Pointer, Shared, functions_of, language, with_functions
+from tests.ops.gluon_in_torch import Front, Pointer, Shared, allocate, functions_of, language, with_functions
+from tests.ops.kda.gluon_in_torch import Copies
 from tests.tolerances import BF16_STEPS, FP32_ROUNDING
 
 triton_cluster = pytest.importorskip("sidestream.ops.hyper_connection.triton_cluster")
 
 HIDDEN = 4096
+HELD = Cluster(warps=8, held=True)
+HELD_4 = Cluster(rows=4, warps=8, held=True, terms=2)
 FUNCTIONS = functions_of(triton_cluster)
-PARTS = functions_of(__import__("sidestream.ops.hyper_connection.triton_cluster_parts", fromlist=["parts"]))
+PARTS = [
+    *functions_of(import_module("sidestream.ops.hyper_connection.triton_cluster_parts")),
+    *functions_of(import_module("sidestream.ops.hyper_connection.triton_cluster_products")),
+]
 SETTINGS: dict[str, Any] = {"norm_eps": 1e-5, "eps": 1e-6, "iters": 20}
 
 
@@ -98,14 +105,14 @@ def names_of(program: tuple[int, int], front: Front, exchange: Exchange) -> dict
 
     own: dict[str, Any] = {
         "DotOperandLayout": lambda *_: None,
-        "allocate_shared_memory": lambda dtype, shape, layout, value: Shared(value.to(dtype)),
+        "allocate_shared_memory": allocated,
         "inline_asm_elementwise": lambda asm, constraints, given, **how: given[0],
         "load": load,
         "rsqrt": torch.rsqrt,
         "store": exchange.store,
         "to_linear_layout": lambda layout, shape: None,
     }
-    names: dict[str, Any] = {"gl": language(program, **own), "mma_v2": product}
+    names: dict[str, Any] = {"gl": language(program, **own), "mma_v2": product, "async_copy": Copies()}
     names |= {"gdc_wait": front.wait, "gdc_launch_dependents": lambda: None}
     with_functions(names, [*FUNCTIONS, *PARTS])
     names |= {name: lambda *_: None for name in ("over_processors", "warp_sums", "in_memory")}
@@ -113,6 +120,13 @@ def names_of(program: tuple[int, int], front: Front, exchange: Exchange) -> dict
     names |= {"rounded": lambda x: x.bfloat16().float(), "narrowed": lambda x: x.bfloat16()}
     names |= {"reciprocal": torch.reciprocal, "not_before": lambda x: x, "upper_bits": upper_bits}
     return names
+
+
+def allocated(dtype: torch.dtype, shape: list[int], layout: None, value: torch.Tensor | None = None) -> Shared:
+    if value is None:
+        return allocate(dtype, shape, layout)
+    assert value.dtype is dtype
+    return Shared(value)
 
 
 def upper_bits(x: torch.Tensor) -> torch.Tensor:
@@ -160,7 +174,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[torch.Tensor, ..
 
 
 @pytest.mark.parametrize(
-    "launch", [Cluster(), Cluster(rows=4, late=True), Cluster(rows=16, ahead=False), Cluster(terms=2)], ids=str
+    "launch",
+    [Cluster(), Cluster(rows=4, late=True), Cluster(rows=16, ahead=False), Cluster(terms=2), HELD, HELD_4],
+    ids=str,
 )
 @pytest.mark.parametrize("rows", [1, 8, 19])
 @pytest.mark.parametrize("summed", [False, True], ids=["summed on the way", "summed"])
@@ -225,6 +241,8 @@ def test_what_one_launch_takes() -> None:
         (4096, Cluster(rows=2), False),  # less than two elements of a row for a thread
         (4096, Cluster(processors=8), False),  # twice as many factors as registers hold
         (2048, Cluster(warps=8), True),
+        (4096, HELD, True),
+        (4096, Cluster(held=True), False),
         (512, Cluster(), False),
         (6144, Cluster(), False),
     ):

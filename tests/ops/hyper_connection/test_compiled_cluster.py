@@ -24,7 +24,7 @@ def compiled() -> dict[str, Any]:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     kernels: dict[str, Any] = json.loads(done.stdout)
-    assert len(kernels) == 13
+    assert len(kernels) == 17
     return kernels
 
 
@@ -57,4 +57,5 @@ def test_registers_hold_it(compiled: dict[str, Any]) -> None:
 
 def test_shared_memory_is_a_processors_own(compiled: dict[str, Any]) -> None:
     """Triton takes that of all processors together for a conversion, which is more than there is."""
-    assert all(kernel["shared"] <= 32 << 10 for kernel in compiled.values())
+    for name, kernel in compiled.items():
+        assert kernel["shared"] <= (144 if "held" in name else 32) << 10, name
