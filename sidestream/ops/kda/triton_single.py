@@ -60,6 +60,12 @@ def _sigmoid(x):
 
 
 @gluon.jit
+def _log2(x):
+    """Of a number from 1 on, to 2 ** -22; that of Gluon branches."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def _exchange(what: gl.constexpr, operands: gl.constexpr, given):
     return gl.inline_asm_elementwise(what, operands, given, dtype=gl.int32, is_pure=False, pack=1)
 
@@ -237,7 +243,8 @@ def single(
     if bounded:
         decay = lower_bound * _sigmoid(rate * forget)
     else:
-        decay = -rate * gl.where(forget > 20.0, forget, gl.log(1.0 + gl.exp(gl.minimum(forget, 20.0))))
+        soft = _log2(1.0 + gl.exp(gl.minimum(forget, 20.0))) * 0.6931471805599453
+        decay = -rate * gl.where(forget > 20.0, forget, soft)
     # all at once, lest some share memory and barriers come between
     of_warps = gl.allocate_shared_memory(gl.float32, [warps, dim, 2], _shared([2, 1, 0], 1, parts))
     of_all = gl.allocate_shared_memory(gl.float32, [dim, 2], _shared([1, 0], 0, parts))

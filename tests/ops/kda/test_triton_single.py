@@ -53,6 +53,7 @@ def test_a_step_equals_the_formula(versions: int, rollback: int, bounded: bool, 
     helpers = (triton_single._past, triton_single._weights, triton_single._times)
     own = dict.fromkeys(("_blocked", "_product", "_shared"), layout) | {
         "_sigmoid": torch.sigmoid,
+        "_log2": torch.log2,
         "mma_v2": multiplied,
         "_exchange": exchanged,
         "_taken": lambda _what, numbers: numbers.sum().broadcast_to(numbers.shape),
