@@ -46,8 +46,7 @@ from sidestream.ops.hyper_connection.triton_cluster_parts import (
 from sidestream.ops.hyper_connection.triton_cluster_products import (
     factors_in_registers,
     factors_to_memory,
-    multiplied,
-    publish,
+    publish_products,
 )
 from sidestream.ops.hyper_connection.triton_post import output_arguments
 from sidestream.ops.moe.expert_sum import ExpertSum
@@ -108,6 +107,8 @@ def hyper_connection_post_pre(
     squares = torch.empty(T, launch.processors, dtype=torch.float32, device=device)
     read, choice = output_arguments(output)
     options: dict[str, Any] = {"num_warps": launch.warps, "num_ctas": launch.processors, "launch_pdl": True}
+    if launch.held:
+        options["maxnreg"] = 128  # two programs of eight warps a multiprocessor
     _between[(triton.cdiv(T, launch.rows),)](
         streams,
         read,
@@ -273,8 +274,7 @@ def _between(
     gl.store(written + 3 * H, n3, mask=stored)
     if late:
         gdc_launch_dependents()
-    sums = multiplied(n0, n1, n2, n3, factor, R, C, W, terms, held, columns, products)
-    publish(sums, partials, T, R, C, W)
+    publish_products(n0, n1, n2, n3, factor, partials, T, R, C, W, terms, held, columns, products)
     w0, w1, w2, w3 = n0.to(gl.float32), n1.to(gl.float32), n2.to(gl.float32), n3.to(gl.float32)
     square = gl.sum((w0 * w0 + w1 * w1) + (w2 * w2 + w3 * w3), axis=2)
     gl.store(partials + (known * C + processor) * 32 + 24, square, mask=there)

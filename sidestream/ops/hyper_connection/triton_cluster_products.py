@@ -1,7 +1,7 @@
 """Products of ``triton_cluster``: new streams of a cluster's rows by ``fn``, each processor its columns of both.
 
-Factors wait in registers, 48 a thread, so that a processor has a multiprocessor to itself; or in shared memory, 128 KB,
-which leaves room for programs of the kernel in front, beside which they then come.
+Factors wait in registers, 48 a thread, so that a processor has a multiprocessor to itself; or in shared memory, 96 KB,
+which leaves room beside programs of the kernel in front.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -17,17 +17,17 @@ from sidestream.ops.hyper_connection.triton_cluster_parts import in_memory, narr
 
 
 @gluon.jit
-def _rows_and_columns(depth: gl.constexpr, C: gl.constexpr, W: gl.constexpr, layout: gl.constexpr):
-    """Of [C * W, 32, depth]: the warp, the row of ``fn`` and the column of its share."""
+def _places(rows: gl.constexpr, depth: gl.constexpr, C: gl.constexpr, W: gl.constexpr, layout: gl.constexpr):
+    """Of [C * W, rows, depth]: the warp, the row and the column."""
     b = gl.arange(0, C * W, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    m = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    m = gl.arange(0, rows, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     return b, m, gl.arange(0, depth, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
 
 
 @gluon.jit
 def factors_in_registers(fn, H: gl.constexpr, C: gl.constexpr, W: gl.constexpr, products: gl.constexpr):
     """[C * W, 32, 64] of ``fn``: each warp's columns, a run of one stream's. The last eight rows are zero."""
-    b, m, k = _rows_and_columns(64, C, W, gl.DotOperandLayout(0, products, 4))
+    b, m, k = _places(32, 64, C, W, gl.DotOperandLayout(0, products, 4))
     run = b % W * 64
     at = run // (H // C) * H + b // W * (H // C) + run % (H // C)
     return gl.load(fn + (at + m * (4 * H) + k), mask=(m < 24) & (k >= 0), other=0.0)
@@ -35,22 +35,28 @@ def factors_in_registers(fn, H: gl.constexpr, C: gl.constexpr, W: gl.constexpr, 
 
 @gluon.jit
 def factors_to_memory(fn, H: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
-    """Four of [C * W, 32, 32], each warp's columns of a stream. They are there for a thread's own use behind
-    ``wait_group``, for others' behind a barrier too. In the last eight rows may be anything."""
-    b, m, k = _rows_and_columns(32, C, W, over_processors([1, 1, 4], [1, 4, 8], [W, 1, 1], C))
-    places = fn + (b // W * (H // C) + b % W * 32 + m * (4 * H) + k)
-    known = (m < 24) & (k >= 0)
-    memory: gl.constexpr = in_memory(C, 16, 2, [2, 1, 0])
-    first = gl.allocate_shared_memory(gl.float32, [C * W, 32, 32], memory)
-    second = gl.allocate_shared_memory(gl.float32, [C * W, 32, 32], memory)
-    third = gl.allocate_shared_memory(gl.float32, [C * W, 32, 32], memory)
-    fourth = gl.allocate_shared_memory(gl.float32, [C * W, 32, 32], memory)
-    async_copy.async_copy_global_to_shared(first, places, mask=known)
-    async_copy.async_copy_global_to_shared(second, places + H, mask=known)
-    async_copy.async_copy_global_to_shared(third, places + 2 * H, mask=known)
-    async_copy.async_copy_global_to_shared(fourth, places + 3 * H, mask=known)
+    """Six of [C * W, 16, 32], of each warp's columns: the first 16 rows of ``fn`` for each stream, then the last eight
+    for two streams one above the other, twice. They are there for a thread's own use behind ``wait_group``, for others'
+    behind a barrier too."""
+    b, m, k = _places(16, 32, C, W, over_processors([1, 1, 4], [1, 4, 8], [W, 1, 1], C))
+    columns = fn + (b // W * (H // C) + b % W * 32 + k)
+    upper, lower = columns + m * (4 * H), columns + (16 + m % 8) * (4 * H) + m // 8 * H
+    return (
+        _sent_for(upper, C, W),
+        _sent_for(upper + H, C, W),
+        _sent_for(upper + 2 * H, C, W),
+        _sent_for(upper + 3 * H, C, W),
+        _sent_for(lower, C, W),
+        _sent_for(lower + 2 * H, C, W),
+    )
+
+
+@gluon.jit
+def _sent_for(places, C: gl.constexpr, W: gl.constexpr):
+    memory = gl.allocate_shared_memory(gl.float32, [C * W, 16, 32], in_memory(C, 16, 2, [2, 1, 0]))
+    async_copy.async_copy_global_to_shared(memory, places)
     async_copy.commit_group()
-    return first, second, third, fourth
+    return memory
 
 
 @gluon.jit
@@ -93,12 +99,14 @@ def _of_warps(tile, depth: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl
 
 
 @gluon.jit
-def multiplied(
+def publish_products(
     n0,
     n1,
     n2,
     n3,
     factor,
+    partials,
+    T,
     R: gl.constexpr,
     C: gl.constexpr,
     W: gl.constexpr,
@@ -107,7 +115,8 @@ def multiplied(
     columns: gl.constexpr,
     products: gl.constexpr,
 ):
-    """[C, 32, 8 or 16] sums over a processor's columns. ``factor`` is shared memory if it is ``held`` there."""
+    """Sums over a processor's columns to partials [T, C, 32], the first 24 of each. ``factor`` is shared memory if it
+    is ``held`` there."""
     rows: gl.constexpr = 8 if R < 8 else R
     share: gl.constexpr = n0.shape[2]
     # What a join of blocked layouts is like across processors, Triton does not know.
@@ -117,7 +126,7 @@ def multiplied(
     n2 = gl.convert_layout(n2, linear, assert_trivial=True)
     n3 = gl.convert_layout(n3, linear, assert_trivial=True)
     given: gl.constexpr = gl.DotOperandLayout(1, products, 4)
-    sums = gl.zeros([C * W, 32, rows], gl.float32, layout=products)
+    plain: gl.constexpr = in_memory(C, 1, 1, [2, 1, 0])
     if held:
         async_copy.wait_group(0)
         x0 = _of_warps(n0.permute((0, 2, 1)), share // W, R, C, W)
@@ -125,29 +134,57 @@ def multiplied(
         x2 = _of_warps(n2.permute((0, 2, 1)), share // W, R, C, W)
         x3 = _of_warps(n3.permute((0, 2, 1)), share // W, R, C, W)
         placed: gl.constexpr = gl.DotOperandLayout(0, products, 4)
-        sums = _added(sums, _in_terms(factor[0].load(placed), terms), x0.load(given), terms)
-        sums = _added(sums, _in_terms(factor[1].load(placed), terms), x1.load(given), terms)
-        sums = _added(sums, _in_terms(factor[2].load(placed), terms), x2.load(given), terms)
-        sums = _added(sums, _in_terms(factor[3].load(placed), terms), x3.load(given), terms)
+        nothing = gl.zeros([C * W, 16, rows], gl.float32, layout=products)
+        x = x0.load(given)
+        upper = _added(nothing, _in_terms(factor[0].load(placed), terms), x, terms)
+        above = _added(nothing, _in_terms(factor[4].load(placed), terms), x, terms)
+        x = x1.load(given)
+        upper = _added(upper, _in_terms(factor[1].load(placed), terms), x, terms)
+        below = _added(nothing, _in_terms(factor[4].load(placed), terms), x, terms)
+        x = x2.load(given)
+        upper = _added(upper, _in_terms(factor[2].load(placed), terms), x, terms)
+        above = _added(above, _in_terms(factor[5].load(placed), terms), x, terms)
+        x = x3.load(given)
+        upper = _added(upper, _in_terms(factor[3].load(placed), terms), x, terms)
+        below = _added(below, _in_terms(factor[5].load(placed), terms), x, terms)
+        m = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, products)))[None, :, None]
+        upper = gl.allocate_shared_memory(gl.float32, upper.shape, plain, upper)
+        lower = gl.allocate_shared_memory(gl.float32, nothing.shape, plain, gl.where(m < 8, above, below))
+        lower = lower._reinterpret(gl.float32, [2 * C * W, 8, rows], plain)
+        _publish(upper, partials, T, 0, 16, R, C, W, W)
+        _publish(lower, partials, T, 16, 8, R, C, W, 2 * W)
     else:
         ready = _in_terms(factor, terms)
         tile = gl.join(gl.join(n0, n2), gl.join(n1, n3)).permute((0, 3, 4, 2, 1))
         x = _of_warps(tile, 64, R, C, W)
+        sums = gl.zeros([C * W, 32, rows], gl.float32, layout=products)
         sums = _added(sums, ready, x.load(given), terms)
-    sums = gl.allocate_shared_memory(gl.float32, sums.shape, in_memory(C, 1, 1, [2, 1, 0]), sums)
-    # A thread adds up what all warps have for its places.
-    sums = sums.load(over_processors([W, 1, 1], [1, 4, 8], [1, 8, W // 8], C))
-    return gl.sum(sums.reshape((C, W, 32, rows)), axis=1)
+        sums = gl.allocate_shared_memory(gl.float32, sums.shape, plain, sums)
+        _publish(sums, partials, T, 0, 32, R, C, W, W)
 
 
 @gluon.jit
-def publish(sums, partials, T, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
-    """[C, 32, 8 or 16] to partials [T, C, 32], without the last eight."""
+def _publish(
+    sums,
+    partials,
+    T,
+    first: gl.constexpr,
+    count: gl.constexpr,
+    R: gl.constexpr,
+    C: gl.constexpr,
+    W: gl.constexpr,
+    parts: gl.constexpr,
+):
+    """[C * parts, count, 8 or 16] in shared memory, added up over a processor's parts in each thread, to ``count``
+    numbers of partials from ``first`` on, but none beyond 24."""
     rows: gl.constexpr = 8 if R < 8 else R
-    layout: gl.constexpr = over_processors([1, 1, 1], [1, 4, 8], [1, 8, W // 8], C)
+    warps: gl.constexpr = [1, count // 4, 4 * W // count]
+    sums = sums.load(over_processors([parts, 1, 1], [1, 4, 8], warps, C))
+    sums = gl.sum(sums.reshape((C, parts, count, rows)), axis=1)
+    layout: gl.constexpr = over_processors([1, 1, 1], [1, 4, 8], warps, C)
     sums = gl.convert_layout(sums, layout, assert_trivial=True)
     c = gl.arange(0, C, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    m = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    m = first + gl.arange(0, count, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     n = gl.arange(0, rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     row = gl.program_id(0) * R + n // (rows // R)
     kept = (n % (rows // R) == 0) & (row < T) & (m < 24)

@@ -77,6 +77,7 @@ class Kernel:
 
     def run(self, grid: tuple[int], *given: Any, **how: Any) -> None:
         assert how.pop("launch_pdl")
+        assert (how.pop("maxnreg", None) is not None) == how["held"]
         assert (how.pop("num_warps"), how.pop("num_ctas")) == (how["W"], how["C"])
         exchanged = given[11:13]
         for memory in given[7:13]:

@@ -50,12 +50,12 @@ def test_each_meeting_orders_memory(compiled: dict[str, Any]) -> None:
 
 
 def test_registers_hold_it(compiled: dict[str, Any]) -> None:
-    spilled = {name for name, kernel in compiled.items() if kernel["spilled"] != [0, 0]}
+    spilled = {name for name, kernel in compiled.items() if max(kernel["spilled"]) > 4}
     assert all(name.startswith("16 rows") for name in spilled)
     assert all(kernel["registers"] <= 128 for name, kernel in compiled.items() if name != "half as wide")
 
 
 def test_shared_memory_is_a_processors_own(compiled: dict[str, Any]) -> None:
-    """Triton takes that of all processors together for a conversion, which is more than there is."""
+    """And two fit where factors are in it. Triton takes that of all processors together for a conversion."""
     for name, kernel in compiled.items():
-        assert kernel["shared"] <= (144 if "held" in name else 32) << 10, name
+        assert kernel["shared"] <= (112 if "held" in name else 32) << 10, name
