@@ -45,8 +45,6 @@ BARS = {"mxfp8": (12, 16, 36, 55, 90), "bf16": (12, 18, 42, 65, 105), "fp8_ds_ml
 ROPES = {"mxfp8": 0, "bf16": 0, "fp8_ds_mla": 64}
 SMALL = ((16, 32, 5, 4, False), (64, 64, 3, 8, True), (64, 32, 5, 8, True), (32, 64, 3, 8, True), (32, 32, 5, 4, False))
 """Sizes for few tokens or heads: block_h, block_n, stages, warps, parted."""
-WAYS = {"mxfp8": (1, 2), "fp8_ds_mla": (1,)}
-"""``Launch.ring`` of quantised rows."""
 ALONE = tuple(itertools.product(("mxfp8", "bf16"), (1, 8, 32, 64)))
 """Row formats and batches whose two launches are timed apart."""
 
@@ -68,7 +66,7 @@ def shapes() -> list[Shape]:
         Shape(name, ROPES[name], t, 64, 2048, bar) for name in BARS for t, bar in zip(BATCHES, BARS[name], strict=True)
     ]
     found += [Shape("mxfp8", 0, t, 64, 2051, None) for t in (1, 8, 64)]
-    found += [Shape(name, 0, t, 64, 2048, None) for name in ("mxfp8", "bf16") for t in (4, 16)]
+    found += [Shape(name, 0, t, 64, 2048, None) for name in ("mxfp8", "bf16") for t in (2, 3, 4, 16)]
     found += [Shape(name, ROPES[name], 64, 128, 2048, 105) for name in BARS]
     found += [Shape("bf16", 0, t, 8, 2048, None) for t in (1, 64)]
     found += [
@@ -99,8 +97,8 @@ def rows_of(tokens: int, width: int, pool_rows: int) -> torch.Tensor:
 
 
 def variants(shape: Shape) -> list[Launch]:
-    """The table's choice, and what else may pay: other ways for quantised rows to come, other tiles where the format
-    has them, the kernel with roles or small blocks for few tokens or heads."""
+    """The table's choice, and what else may pay: other tiles where the format has them, the kernel with roles or
+    small blocks for few tokens or heads."""
     layout = layout_of(shape.layout, shape.rope)
     chosen = choose_launch(shape.tokens, shape.heads, shape.width, layout, MAX_SPLITS)
     found = [chosen]
@@ -115,8 +113,6 @@ def variants(shape: Shape) -> list[Launch]:
             most = min(MAX_SPLITS, -(-shape.width // block_n))
             splits = min(132 // shape.tokens if block_h == 64 else 64 // shape.tokens, most)
             found.append(Launch(splits, block_h, block_n, stages, warps, parted))
-    if layout.tile:
-        found += [replace(one, ring=way) for one in found if one.roles for way in WAYS[layout.name]]
     return list(dict.fromkeys(found))
 
 
@@ -271,7 +267,7 @@ def main() -> None:
             print(
                 f"    {us:8.1f} us  splits={one.splits} h={one.block_h} n={one.block_n} stages={one.stages} "
                 f"warps={one.warps} parted={one.parted} roles={one.roles} pdl={one.pdl} early={one.early} "
-                f"in_threads={one.in_threads} ring={one.ring}"
+                f"in_threads={one.in_threads}"
             )
     print(f"{time.time() - began:.0f} s in all")
 

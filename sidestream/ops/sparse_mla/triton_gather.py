@@ -46,7 +46,7 @@ def gather_plain(pool, memory, barriers, span, kinds):
     keys, rope_keys, _, _ = memory
     full, empty = barriers
     begin, end = span
-    latent, rope, row_elems, rope_elems, _, _, paged, _, _ = kinds
+    latent, rope, row_elems, rope_elems, _, _, paged, _ = kinds
     by_row: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     by_short_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     place = gl.arange(0, 64, layout=gl.SliceLayout(1, by_row))
@@ -76,7 +76,7 @@ def gather_plain_halves(pool, memory, barriers, span, kinds):
     keys, rope_keys, near, _ = memory
     full, empty = barriers
     begin, end = span
-    latent, rope, row_elems, rope_elems, _, _, paged, _, _ = kinds
+    latent, rope, row_elems, rope_elems, _, _, paged, _ = kinds
     by_row: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     by_short_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     of_row: gl.constexpr = gl.SliceLayout(1, by_row)

@@ -1,7 +1,9 @@
 """The gathering role of ``triton_roles`` for E4M3 rows, unpacked to bf16 as each format wants (Gluon, Hopper only).
 
-A whole tile is on its way in registers while the one before is unpacked; barriers between quarters keep the compiler
-from having more there.
+Rows are on their way while those before them are unpacked, in quarters of a tile: of ``mxfp8`` in shared memory, of
+``fp8_ds_mla``, beside whose rope keys none is left, in registers. There, the compiler waits for all loads that last
+beyond a turn of the loop as for one, the latest included, so the last half of a tile is sent for in the turn that
+unpacks it; and barriers between quarters keep it from having more in registers.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -81,9 +83,9 @@ _SHORT_STAGE = gl.constexpr(
         ]
     )
 )
-"""The same in shared memory: 16 bytes of each lane side by side, so that a thread reads what it sent for itself."""
-STAGES = gl.constexpr(3)
-"""Quarters of a tile whose words find a place in shared memory beside all else, one of which is being unpacked."""
+"""Short tiles in shared memory, 16 bytes of each lane side by side: a thread reads what it sent for itself."""
+_STAGES = gl.constexpr(3)
+"""Quarters of a tile of ``mxfp8`` whose words find a place in shared memory beside all else."""
 _LONG_TILES = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 2], [0, 2, 0], [2, 0, 0]],
@@ -114,18 +116,6 @@ def _load_words(words, row, seen, column, row_words: gl.constexpr, by_word: gl.c
 
 
 @gluon.jit
-def _load_mxfp8(source, near, first: gl.constexpr, at, end, columns, row_elems: gl.constexpr):
-    """Words and scales (bytes [16, tiles]) of 16 rows, whose numbers lie in ``near`` from ``first`` on."""
-    words, scales = source
-    column, scale_column = columns
-    row = near.slice(first, 16).load(gl.SliceLayout(1, gl.SliceLayout(2, _SHORT_TILES)))
-    seen = at + first < end
-    far = row.to(gl.int64)[:, None] * row_elems
-    scale = gl.load(scales + far + scale_column[None, :], mask=seen[:, None], other=0)
-    return _load_words(words, row, seen, column, row_elems // 4, _SHORT_TILES), scale
-
-
-@gluon.jit
 def _unpack(raw, factor, text: gl.constexpr):
     """int32 [16, 256], pairs of bf16, of words of four E4M3 values and what ``text`` multiplies those of a tile by."""
     wide, _ = gl.broadcast(factor[:, :, None], raw)
@@ -142,214 +132,94 @@ def _unpack_mxfp8(raw, scale):
 
 
 @gluon.jit
-def gather_mxfp8(pool, memory, barriers, span, kinds):
-    """Tiles of 64 or 32 rows."""
-    words, scales, _, own_rows, block_size = pool
-    keys, _, near, _ = memory
-    full, empty = barriers
-    begin, end = span
-    latent, _, row_elems, _, tile, _, paged, block_n, _ = kinds
-    halves: gl.constexpr = block_n == 32
-    pairs: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    by_scale: gl.constexpr = gl.SliceLayout(2, _SHORT_TILES)
-    place = gl.arange(0, 16, layout=gl.SliceLayout(1, by_scale))
-    scale_column = latent + gl.arange(0, latent // tile, layout=gl.SliceLayout(0, by_scale))
-    columns = (_word_column(latent, tile, _SHORT_TILES), scale_column)
-    source = (words, scales)
-    line, row = read_ahead(near, own_rows, span, block_size, paged)
-    gl.thread_barrier()
-    at = begin + place
-    here = near.index(0)
-    raw_a, scale_a = _load_mxfp8(source, here, 0, at, end, columns, row_elems)
-    raw_b, scale_b = _load_mxfp8(source, here, 16, at, end, columns, row_elems)
-    raw_c, scale_c = _load_mxfp8(source, here, 32, at, end, columns, row_elems)
-    raw_d, scale_d = _load_mxfp8(source, here, 48, at, end, columns, row_elems)
-    for start in range(begin, end, 64):
-        done = (start - begin) // 64
-        turn = done % 2
-        phase = ((done // 2) & 1) ^ 1
-        first = 2 * turn if halves else turn
-        mbarrier.wait(empty.index(first), phase)
-        key = keys.index(first)._reinterpret(gl.int32, [block_n, latent // 2], pairs)
-        at += 64
-        here = near.index(1 - turn)
-        key.slice(0, 16).store(_unpack_mxfp8(raw_a, scale_a))
-        gl.thread_barrier()
-        near.index(turn).store(row)
-        row = pool_rows(own_rows, start + 192 + line, end, block_size, paged)
-        raw_a, scale_a = _load_mxfp8(source, here, 0, at, end, columns, row_elems)
-        key.slice(16, 16).store(_unpack_mxfp8(raw_b, scale_b))
-        if halves:
-            fence_async_shared()
-        gl.thread_barrier()
-        raw_b, scale_b = _load_mxfp8(source, here, 16, at, end, columns, row_elems)
-        if halves:
-            mbarrier.arrive(full.index(first), count=1)
-            if start + 32 < end:
-                mbarrier.wait(empty.index(first + 1), phase)
-                next_key = keys.index(first + 1)._reinterpret(gl.int32, [block_n, latent // 2], pairs)
-                next_key.slice(0, 16).store(_unpack_mxfp8(raw_c, scale_c))
-                next_key.slice(16, 16).store(_unpack_mxfp8(raw_d, scale_d))
-                fence_async_shared()
-                gl.thread_barrier()
-                mbarrier.arrive(full.index(first + 1), count=1)
-        else:
-            key.slice(32, 16).store(_unpack_mxfp8(raw_c, scale_c))
-            gl.thread_barrier()
-        raw_c, scale_c = _load_mxfp8(source, here, 32, at, end, columns, row_elems)
-        if not halves:
-            key.slice(48, 16).store(_unpack_mxfp8(raw_d, scale_d))
-            gl.thread_barrier()
-        raw_d, scale_d = _load_mxfp8(source, here, 48, at, end, columns, row_elems)
-        if not halves:
-            fence_async_shared()
-            gl.thread_barrier()
-            mbarrier.arrive(full.index(first), count=1)
-
-
-@gluon.jit
-def gather_mxfp8_near(pool, memory, barriers, span, kinds):
-    """``gather_mxfp8`` that sends for the second half of a tile when it begins with the first: what is on its way from
-    one turn of the loop to the next is waited for as one, the latest included, so that is half a tile old here."""
-    words, scales, _, own_rows, block_size = pool
-    keys, _, near, _ = memory
-    full, empty = barriers
-    begin, end = span
-    latent, _, row_elems, _, tile, _, paged, block_n, _ = kinds
-    halves: gl.constexpr = block_n == 32
-    pairs: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    by_scale: gl.constexpr = gl.SliceLayout(2, _SHORT_TILES)
-    place = gl.arange(0, 16, layout=gl.SliceLayout(1, by_scale))
-    scale_column = latent + gl.arange(0, latent // tile, layout=gl.SliceLayout(0, by_scale))
-    columns = (_word_column(latent, tile, _SHORT_TILES), scale_column)
-    source = (words, scales)
-    line, row = read_ahead(near, own_rows, span, block_size, paged)
-    gl.thread_barrier()
-    at = begin + place
-    here = near.index(0)
-    raw_a, scale_a = _load_mxfp8(source, here, 0, at, end, columns, row_elems)
-    raw_b, scale_b = _load_mxfp8(source, here, 16, at, end, columns, row_elems)
-    for start in range(begin, end, 64):
-        done = (start - begin) // 64
-        turn = done % 2
-        phase = ((done // 2) & 1) ^ 1
-        first = 2 * turn if halves else turn
-        mbarrier.wait(empty.index(first), phase)
-        key = keys.index(first)._reinterpret(gl.int32, [block_n, latent // 2], pairs)
-        here = near.index(turn)
-        raw_c, scale_c = _load_mxfp8(source, here, 32, at, end, columns, row_elems)
-        raw_d, scale_d = _load_mxfp8(source, here, 48, at, end, columns, row_elems)
-        at += 64
-        here = near.index(1 - turn)
-        key.slice(0, 16).store(_unpack_mxfp8(raw_a, scale_a))
-        gl.thread_barrier()
-        near.index(turn).store(row)
-        row = pool_rows(own_rows, start + 192 + line, end, block_size, paged)
-        raw_a, scale_a = _load_mxfp8(source, here, 0, at, end, columns, row_elems)
-        key.slice(16, 16).store(_unpack_mxfp8(raw_b, scale_b))
-        if halves:
-            fence_async_shared()
-        gl.thread_barrier()
-        raw_b, scale_b = _load_mxfp8(source, here, 16, at, end, columns, row_elems)
-        if halves:
-            mbarrier.arrive(full.index(first), count=1)
-            if start + 32 < end:
-                mbarrier.wait(empty.index(first + 1), phase)
-                next_key = keys.index(first + 1)._reinterpret(gl.int32, [block_n, latent // 2], pairs)
-                next_key.slice(0, 16).store(_unpack_mxfp8(raw_c, scale_c))
-                next_key.slice(16, 16).store(_unpack_mxfp8(raw_d, scale_d))
-                fence_async_shared()
-                gl.thread_barrier()
-                mbarrier.arrive(full.index(first + 1), count=1)
-        else:
-            key.slice(32, 16).store(_unpack_mxfp8(raw_c, scale_c))
-            gl.thread_barrier()
-            key.slice(48, 16).store(_unpack_mxfp8(raw_d, scale_d))
-            fence_async_shared()
-            gl.thread_barrier()
-            mbarrier.arrive(full.index(first), count=1)
-
-
-@gluon.jit
 def stages_mxfp8():
-    """Shared memory for words and scales of ``gather_mxfp8_staged``; one scale more, since other threads read it."""
-    words = gl.allocate_shared_memory(gl.int32, [STAGES, 16, 16, 8], _SHORT_STAGE)
-    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    return words, gl.allocate_shared_memory(gl.uint8, [STAGES + 1, 16, 16], line)
+    """Shared memory for words of three quarters and scales of one tile, as ``gather_mxfp8`` wants it."""
+    words = gl.allocate_shared_memory(gl.int32, [_STAGES, 16, 16, 8], _SHORT_STAGE)
+    return words, gl.allocate_shared_memory(gl.uint8, [64, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
-def _ask_mxfp8(pool, staged, near, part: gl.constexpr, quarter, start, end, kinds):
-    """Send for words and scales of the ``part``th quarter of the tile at ``start``, numbered in ``near``, as one group
-    of copies; zeros behind the end. ``quarter`` counts them all."""
-    words, scales = pool
-    latent, row_elems, tile = kinds
-    held_words, held_scales = staged
+def _ask_words(source, held, near, part: gl.constexpr, start, end, row_words: gl.constexpr):
+    """Send for words of the ``part``th quarter of the tile at ``start``, numbered in ``near``; zeros behind the end."""
+    of_row: gl.constexpr = gl.SliceLayout(2, _SHORT_TILES)
+    of_place: gl.constexpr = gl.SliceLayout(1, of_row)
+    row = near.slice(part * 16, 16).load(of_place).to(gl.int64)[:, None]
+    row = gl.convert_layout(row, of_row, assert_trivial=True)[:, :, None]
+    seen = (start + part * 16 + gl.arange(0, 16, layout=of_place) < end)[:, None]
+    seen = gl.convert_layout(seen, of_row, assert_trivial=True)[:, :, None]
+    async_copy.async_copy_global_to_shared(held, source + row * row_words, mask=seen)
+
+
+@gluon.jit
+def _ask_scales(source, held, near, start, end, row_elems: gl.constexpr):
+    """Send for the scales of the tile at ``start``, 16 bytes a row."""
     by_row: gl.constexpr = gl.BlockedLayout([1, 16], [32, 1], [4, 1], [1, 0])
     of_row: gl.constexpr = gl.SliceLayout(1, by_row)
-    of_place: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, _SHORT_TILES))
-    column = _word_column(latent, tile, _SHORT_TILES)
-    first: gl.constexpr = part * 16
-    numbers = near.slice(first, 16)
-    at = start + first
-    row = gl.convert_layout(numbers.load(of_place).to(gl.int64)[:, None], gl.SliceLayout(2, _SHORT_TILES))[:, :, None]
-    seen = (at + gl.arange(0, 16, layout=of_place) < end)[:, None]
-    seen = gl.convert_layout(seen, gl.SliceLayout(2, _SHORT_TILES), assert_trivial=True)[:, :, None]
-    source = words + row * (row_elems // 4) + column
-    async_copy.async_copy_global_to_shared(held_words.index(quarter % STAGES), source, mask=seen)
-    row = numbers.load(of_row).to(gl.int64)[:, None] * row_elems
-    source = scales + row + (latent + gl.arange(0, 16, layout=gl.SliceLayout(0, by_row)))[None, :]
-    mask = (at + gl.arange(0, 16, layout=of_row) < end)[:, None]
-    async_copy.async_copy_global_to_shared(held_scales.index(quarter % (STAGES + 1)), source, mask=mask)
-    async_copy.commit_group()
+    row = near.load(of_row).to(gl.int64)[:, None] * row_elems
+    seen = (start + gl.arange(0, 64, layout=of_row) < end)[:, None]
+    async_copy.async_copy_global_to_shared(held, source + row, mask=seen)
 
 
 @gluon.jit
-def gather_mxfp8_staged(pool, memory, barriers, span, kinds):
-    """``gather_mxfp8`` by way of shared memory: copies wait for none but their own group, where loads into registers
-    that last beyond a turn of a loop wait for all others of the kind, the latest included."""
+def gather_mxfp8(pool, memory, barriers, span, kinds):
+    """Tiles of 64 rows. Three quarters are on their way in shared memory while one is unpacked: copies are waited for
+    by group, where all loads into registers that last beyond a turn of the loop are waited for as one."""
     words, scales, _, own_rows, block_size = pool
     keys, _, near, staged = memory
     full, empty = barriers
     begin, end = span
-    latent, _, row_elems, _, tile, _, paged, block_n, _ = kinds
-    halves: gl.constexpr = block_n == 32
+    latent, _, row_elems, _, tile, _, paged, block_n = kinds
     pairs: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     by_scale: gl.constexpr = gl.SliceLayout(2, _SHORT_TILES)
-    asked: gl.constexpr = (latent, row_elems, tile)
-    source = (words, scales)
+    by_byte: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 16], [32, 1], [4, 1], [1, 0]))
+    row_words: gl.constexpr = row_elems // 4
+    word_source = words + gl.zeros([16, 1, 1], gl.int32, layout=_SHORT_TILES) + _word_column(latent, tile, _SHORT_TILES)
+    scale_source = scales + (latent + gl.arange(0, 16, layout=by_byte))[None, :]
     held_words, held_scales = staged
     line, row = read_ahead(near, own_rows, span, block_size, paged)
     gl.thread_barrier()
-    for i in gl.static_range(STAGES):
-        _ask_mxfp8(source, staged, near.index(0), i, i, begin, end, asked)
+    stage_a = 0
+    stage_b = 1
+    stage_c = 2
+    _ask_scales(scale_source, held_scales, near.index(0), begin, end, row_elems)
+    for i in gl.static_range(_STAGES):
+        _ask_words(word_source, held_words.index(i), near.index(0), i, begin, end, row_words)
+        async_copy.commit_group()
     for start in range(begin, end, 64):
         done = (start - begin) // 64
         turn = done % 2
-        phase = ((done // 2) & 1) ^ 1
         for i in gl.static_range(4):
-            quarter = done * 4 + i
-            async_copy.wait_group(STAGES - 1)
+            stage = stage_b if i == 1 else stage_c if i == 2 else stage_a
+            async_copy.wait_group(_STAGES - 1)
             gl.thread_barrier()
-            raw = held_words.index(quarter % STAGES).load(_SHORT_TILES)
-            scale = held_scales.index(quarter % (STAGES + 1)).load(by_scale)
+            raw = held_words.index(stage).load(_SHORT_TILES)
             if i == 0:
-                _ask_mxfp8(source, staged, near.index(turn), 3, quarter + STAGES, start, end, asked)
+                scale_a = held_scales.slice(0, 16).load(by_scale)
+                scale_b = held_scales.slice(16, 16).load(by_scale)
+                scale_c = held_scales.slice(32, 16).load(by_scale)
+                scale_d = held_scales.slice(48, 16).load(by_scale)
+                _ask_words(word_source, held_words.index(stage), near.index(turn), 3, start, end, row_words)
             else:
-                _ask_mxfp8(source, staged, near.index(1 - turn), i - 1, quarter + STAGES, start + 64, end, asked)
-            if i == 1:  # behind the barrier, since all have sent for the last quarter of this tile
+                there = near.index(1 - turn)
+                if i == 1:  # all have read the scales of this tile
+                    _ask_scales(scale_source, held_scales, there, start + 64, end, row_elems)
+                _ask_words(word_source, held_words.index(stage), there, i - 1, start + 64, end, row_words)
+            async_copy.commit_group()
+            if i == 2:  # all have sent for the last quarter of this tile
                 near.index(turn).store(row)
                 row = pool_rows(own_rows, start + 192 + line, end, block_size, paged)
-            buffer = 2 * turn + i // 2 if halves else turn
-            if not halves or i < 2 or start + 32 < end:
-                if i == 0 or (halves and i == 2):
-                    mbarrier.wait(empty.index(buffer), phase)
-                key = keys.index(buffer)._reinterpret(gl.int32, [block_n, latent // 2], pairs)
-                key.slice(i * 16 % block_n, 16).store(_unpack_mxfp8(raw, scale))
-                if i == 3 or (halves and i == 1):
-                    fence_async_shared()
-                    gl.thread_barrier()
-                    mbarrier.arrive(full.index(buffer), count=1)
+            if i == 0:
+                mbarrier.wait(empty.index(turn), ((done // 2) & 1) ^ 1)
+            key = keys.index(turn)._reinterpret(gl.int32, [block_n, latent // 2], pairs)
+            scale = scale_a if i == 0 else scale_b if i == 1 else scale_c if i == 2 else scale_d
+            key.slice(i * 16, 16).store(_unpack_mxfp8(raw, scale))
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(full.index(turn), count=1)
+        freed = stage_a
+        stage_a = stage_b
+        stage_b = stage_c
+        stage_c = freed
     async_copy.wait_group(0)
 
 
@@ -361,75 +231,7 @@ def gather_fp8_ds_mla(pool, memory, barriers, span, kinds):
     keys, rope_keys, near, staged = memory
     full, empty = barriers
     begin, end = span
-    latent, rope, row_elems, rope_elems, tile, _, paged, block_n, _ = kinds
-    pairs: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    by_short_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    of_short_row: gl.constexpr = gl.SliceLayout(1, by_short_row)
-    by_scale: gl.constexpr = gl.SliceLayout(2, _LONG_TILES)
-    by_place: gl.constexpr = gl.SliceLayout(1, by_scale)
-    by_staged: gl.constexpr = gl.BlockedLayout([1, latent // tile // 2], [16, 2], [4, 1], [1, 0])
-    of_staged: gl.constexpr = gl.SliceLayout(1, by_staged)
-    row_words: gl.constexpr = row_elems // 4
-    place = gl.arange(0, 16, layout=by_place)
-    scale_place = gl.arange(0, 64, layout=of_staged)
-    scale_column = (latent // 4 + gl.arange(0, latent // tile, layout=gl.SliceLayout(0, by_staged)))[None, :]
-    column = _word_column(latent, tile, _LONG_TILES)
-    line, row = read_ahead(near, own_rows, span, block_size, paged)
-    if rope > 0:
-        short_place = gl.arange(0, 64, layout=of_short_row)
-        rope_column = rope_elems - rope + gl.arange(0, rope, layout=gl.SliceLayout(0, by_short_row))
-    gl.thread_barrier()
-    at = begin + place
-    here = near.index(0)
-    far = here.load(of_staged).to(gl.int64)[:, None] * row_words + scale_column
-    scale = gl.load(scales + far, mask=(begin + scale_place < end)[:, None], other=0)
-    raw_a = _load_words(words, here.slice(0, 16).load(by_place), at < end, column, row_words, _LONG_TILES)
-    raw_b = _load_words(words, here.slice(16, 16).load(by_place), at + 16 < end, column, row_words, _LONG_TILES)
-    raw_c = _load_words(words, here.slice(32, 16).load(by_place), at + 32 < end, column, row_words, _LONG_TILES)
-    raw_d = _load_words(words, here.slice(48, 16).load(by_place), at + 48 < end, column, row_words, _LONG_TILES)
-    for start in range(begin, end, 64):
-        done = (start - begin) // 64
-        turn = done % 2
-        # Those of the last tile have been used, and a barrier stands behind that.
-        staged.store(scale)
-        mbarrier.wait(empty.index(turn), ((done // 2) & 1) ^ 1)
-        key = keys.index(turn)._reinterpret(gl.int32, [block_n, latent // 2], pairs)
-        if rope > 0:
-            short_row = near.index(turn).load(of_short_row)
-            copy_rows(rope_keys.index(turn), ropes, short_row, start + short_place < end, rope_column, rope_elems)
-            async_copy.mbarrier_arrive(full.index(turn), increment_count=False)
-        at += 64
-        here = near.index(1 - turn)
-        gl.thread_barrier()
-        far = here.load(of_staged).to(gl.int64)[:, None] * row_words + scale_column
-        scale = gl.load(scales + far, mask=(start + 64 + scale_place < end)[:, None], other=0)
-        key.slice(0, 16).store(_unpack(raw_a, staged.slice(0, 16).load(by_scale), _UNPACK))
-        gl.thread_barrier()
-        near.index(turn).store(row)
-        row = pool_rows(own_rows, start + 192 + line, end, block_size, paged)
-        raw_a = _load_words(words, here.slice(0, 16).load(by_place), at < end, column, row_words, _LONG_TILES)
-        key.slice(16, 16).store(_unpack(raw_b, staged.slice(16, 16).load(by_scale), _UNPACK))
-        gl.thread_barrier()
-        key.slice(32, 16).store(_unpack(raw_c, staged.slice(32, 16).load(by_scale), _UNPACK))
-        key.slice(48, 16).store(_unpack(raw_d, staged.slice(48, 16).load(by_scale), _UNPACK))
-        fence_async_shared()
-        gl.thread_barrier()
-        mbarrier.arrive(full.index(turn), count=1)
-        # Behind the fence, which waits for loads under way.
-        raw_b = _load_words(words, here.slice(16, 16).load(by_place), at + 16 < end, column, row_words, _LONG_TILES)
-        raw_c = _load_words(words, here.slice(32, 16).load(by_place), at + 32 < end, column, row_words, _LONG_TILES)
-        raw_d = _load_words(words, here.slice(48, 16).load(by_place), at + 48 < end, column, row_words, _LONG_TILES)
-
-
-@gluon.jit
-def gather_fp8_ds_mla_near(pool, memory, barriers, span, kinds):
-    """Tiles of 64 rows, scales of a tile by way of shared memory: one load a thread, not sixteen, and registers for
-    values alone. Rope keys are copied, for which each of the 128 threads arrives at ``full``."""
-    words, scales, ropes, own_rows, block_size = pool
-    keys, rope_keys, near, staged = memory
-    full, empty = barriers
-    begin, end = span
-    latent, rope, row_elems, rope_elems, tile, _, paged, block_n, _ = kinds
+    latent, rope, row_elems, rope_elems, tile, _, paged, block_n = kinds
     pairs: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     by_short_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     of_short_row: gl.constexpr = gl.SliceLayout(1, by_short_row)

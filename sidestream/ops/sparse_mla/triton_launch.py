@@ -29,7 +29,7 @@ _START, _MERGE, _MERGE_RUN = 280, 64, 0.5
 """Costs in rows of one program, 28 of which take a microsecond: to start one (queries, first gathers), the merge's
 launch, and its traffic a run of 64 heads. Measured: 64 rows take 2.1 us in bf16 and 2.6 in mxfp8, a program 10 more in
 each wave, a merge of 128 runs adds 2 to a call of 8 tokens, 3.5 to 32 and 6 to 64."""
-_FEW_BLOCKS = 5
+_FEW_BLOCKS, _FEW_MXFP8_BLOCKS = 5, 4
 """Blocks of 64 heads with rows named one by one, below which the plain kernel wins: a program with roles takes longer
 to start, and each has one tile only."""
 _SHORT_TILES = 2
@@ -49,7 +49,6 @@ class Launch:
         roles: take ``triton_roles`` for blocks of 64 heads and tiles as ``role_tiles`` has them; ``stages``, ``warps``
             and ``parted`` have no meaning then.
         in_threads: runs are merged by ``triton_merge``, which exchanges nothing between threads.
-        ring: with roles, rows of ``mxfp8`` come by way of a ring in shared memory rather than registers.
     """
 
     splits: int
@@ -62,7 +61,6 @@ class Launch:
     roles: bool = False
     in_threads: bool = False
     early: bool = False
-    ring: int = 0
 
 
 @lru_cache(maxsize=4096)
@@ -94,7 +92,7 @@ def choose_launch(
     most ``limit`` runs a token. ``in_line``: a block's queries may be those of several tokens of one sequence."""
     across = tokens * heads if in_line else heads
     full_blocks = -(-across // 64) * (1 if in_line else tokens)
-    few = not paged and full_blocks < _FEW_BLOCKS
+    few = not paged and full_blocks < (_FEW_MXFP8_BLOCKS if layout.name == "mxfp8" else _FEW_BLOCKS)
     one = not paged and full_blocks == 1
     # What unpacks rows does so once for all heads.
     block_h = 16 if one and not (layout.tile and across > 32) else min(64, max(16, triton.next_power_of_2(across)))
@@ -141,8 +139,8 @@ def roles_support(layout: KVRowLayout) -> bool:
 
 
 def role_tiles(layout: KVRowLayout) -> tuple[int, ...]:
-    """Rows a tile may have with roles: those of ``fp8_ds_mla``, whose scales pass through shared memory, are 64."""
-    return (64,) if layout.name == "fp8_ds_mla" else (64, 32)
+    """Rows a tile may have with roles: quantised ones, which come by quarters of 16, 64."""
+    return (64,) if layout.tile else (64, 32)
 
 
 def run(
@@ -211,7 +209,7 @@ def run(
         from sidestream.ops.sparse_mla import triton_roles  # for Hopper alone
 
         words = (q, pool.view(torch.int32) if layout.tile else pool, *arguments[2:])
-        kinds |= {"causal": causal, "block_n": launch.block_n, "ring": launch.ring if layout.tile else 0}
+        kinds |= {"causal": causal, "block_n": launch.block_n}
         triton_roles.attend_roles[grid](*words, *numbers, *chunk, **kinds, num_warps=triton_roles.WARPS)
     else:
         attend[grid](

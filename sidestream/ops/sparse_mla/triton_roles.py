@@ -25,22 +25,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from sidestream.ops.sparse_mla.triton_gather import gather_plain, gather_plain_halves
-from sidestream.ops.sparse_mla.triton_gather_quantised import (
-    gather_fp8_ds_mla,
-    gather_fp8_ds_mla_near,
-    gather_mxfp8,
-    gather_mxfp8_near,
-    gather_mxfp8_staged,
-    stages_mxfp8,
-)
+from sidestream.ops.sparse_mla.triton_gather_quantised import gather_fp8_ds_mla, gather_mxfp8, stages_mxfp8
 
 WARPS = 8
 
 _LN2 = gl.constexpr(0.6931471805599453)
 _PLAIN_REGISTERS = gl.constexpr((72, 120))
-_QUANTISED_REGISTERS = gl.constexpr((64, 128))
-_RING_REGISTERS = gl.constexpr((96, 96))
-"""A thread, of the scores' warps and of those that gather: what unpacks mxfp8 spills in its loop with fewer. 160 are
+_MXFP8_REGISTERS = gl.constexpr((96, 96))
+_FP8_REGISTERS = gl.constexpr((64, 128))
+"""A thread, of the scores' warps and of those that gather, which have tiles of ``fp8_ds_mla`` in registers. 160 are
 left to the eight warps with the result, 128 of which are the result; with fewer the result itself spills."""
 
 
@@ -183,14 +176,8 @@ def _gather(pool, memory, barriers, span, kinds):
     """Fill the buffers ``keys`` (and ``rope_keys``) in turn with tiles of rows of ``span``, zeros behind its end."""
     tile: gl.constexpr = kinds[4]
     mx: gl.constexpr = kinds[5]
-    if mx and kinds[8] == 2:
-        gather_mxfp8_staged(pool, memory, barriers, span, kinds)
-    elif mx and kinds[8] == 1:
-        gather_mxfp8_near(pool, memory, barriers, span, kinds)
-    elif mx:
+    if mx:
         gather_mxfp8(pool, memory, barriers, span, kinds)
-    elif tile > 0 and kinds[8] == 1:
-        gather_fp8_ds_mla_near(pool, memory, barriers, span, kinds)
     elif tile > 0:
         gather_fp8_ds_mla(pool, memory, barriers, span, kinds)
     elif kinds[7] == 32:
@@ -234,13 +221,12 @@ def attend_roles(
     block_n: gl.constexpr,
     pdl: gl.constexpr,
     early: gl.constexpr,
-    ring: gl.constexpr,
 ):
     """One run of rows for 64 query rows: ``triton_attend.attend`` with the same arguments, for eight warps and the
     eight it adds.
 
     Plain rows must be bf16. ``values`` of quantised pools are int32 words; ``row_elems`` counts bytes then. ``latent``
-    is 512, ``rope`` 0 or 64, ``block_n`` 64 or, but for ``fp8_ds_mla``, 32: smaller tiles wait for each other less
+    is 512, ``rope`` 0 or 64, ``block_n`` 64 or, of plain rows, 32: smaller tiles wait for each other less
     often, and read queries from shared memory twice as often.
     """
     shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, latent], gl.bfloat16)
@@ -287,7 +273,7 @@ def attend_roles(
         if tile > 0 and not mx:
             by_tile: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
             staged = gl.allocate_shared_memory(gl.float32, [64, latent // tile], by_tile)
-        elif ring == 2:
+        elif mx:
             staged = stages_mxfp8()
         else:
             staged = near
@@ -315,10 +301,8 @@ def attend_roles(
         block = (first, known, heads, splits, chunk_start)
         weigh_kinds: gl.constexpr = (latent, rope, block_n)
         score_kinds: gl.constexpr = (rope, causal, block_n)
-        gather_kinds: gl.constexpr = (latent, rope, row_elems, rope_elems, tile, mx, paged, block_n, ring)
-        registers: gl.constexpr = (
-            _RING_REGISTERS if ring == 2 else _QUANTISED_REGISTERS if tile > 0 else _PLAIN_REGISTERS
-        )
+        gather_kinds: gl.constexpr = (latent, rope, row_elems, rope_elems, tile, mx, paged, block_n)
+        registers: gl.constexpr = _MXFP8_REGISTERS if mx else _FP8_REGISTERS if tile > 0 else _PLAIN_REGISTERS
         gl.warp_specialize(
             [
                 (

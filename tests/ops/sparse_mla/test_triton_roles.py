@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import types
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,7 @@ class Gathering(Machine):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.copies: list[Callable[[], Any]] = []
+        self.groups: deque[list[Callable[[], Any]]] = deque()
         self.unordered: set[int] = set()
 
     def fence(self) -> None:
@@ -55,14 +57,18 @@ class Gathering(Machine):
         target.data.view(torch.uint8).fill_(0xFF)  # NaN in every format
         self.copies.append(lambda: target.data.copy_(source.load(mask)))
 
+    def commit_copies(self) -> None:
+        self.groups.append(self.copies)
+        self.copies = []
+
     def wait_copies(self, outstanding: int) -> None:
-        assert outstanding == 0
-        for copy in self.copies:
-            copy()
-        self.copies.clear()
+        while len(self.groups) > outstanding:
+            for copy in self.groups.popleft():
+                copy()
 
     def copies_arrive(self, barrier: Shared, *, increment_count: bool) -> None:
         assert not increment_count
+        self.commit_copies()
         self.wait_copies(0)
         self.arrive(barrier, count=128)
 
@@ -98,7 +104,7 @@ def names_of(machine: Gathering, program: tuple[int, int] = (0, 0)) -> dict[str,
     """Names that the module's functions use."""
     copies = types.SimpleNamespace(
         async_copy_global_to_shared=machine.copy,
-        commit_group=lambda: None,
+        commit_group=machine.commit_copies,
         wait_group=machine.wait_copies,
         mbarrier_arrive=machine.copies_arrive,
     )
@@ -113,10 +119,13 @@ def names_of(machine: Gathering, program: tuple[int, int] = (0, 0)) -> dict[str,
         "gdc_wait": lambda: None,
         "_LN2": math.log(2),
         "_PLAIN_REGISTERS": (0, 0),
-        "_QUANTISED_REGISTERS": (0, 0),
+        "_MXFP8_REGISTERS": (0, 0),
+        "_FP8_REGISTERS": (0, 0),
         "_UNPACK": "fp32",
         "_UNPACK_PAIRS": "pairs",
         "_SHORT_TILES": None,
+        "_SHORT_STAGE": None,
+        "_STAGES": 3,
         "_LONG_TILES": None,
     }
     modules = (triton_gather, triton_gather_quantised, triton_roles)
@@ -177,7 +186,7 @@ def merged(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 FORMS = [
     *(("bf16", p, block_n) for p in (0, 64) for block_n in (64, 32)),
     *(("fp8_ds_mla", p, 64) for p in (64, 0)),
-    *(("mxfp8", 0, block_n) for block_n in (64, 32)),
+    ("mxfp8", 0, 64),
 ]
 """Row formats, sizes of rope keys, rows a tile."""
 

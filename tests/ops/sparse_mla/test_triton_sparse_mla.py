@@ -165,9 +165,9 @@ def test_one_token_of_packed_rows_is_unpacked_once_for_all_heads() -> None:
     [
         ("mxfp8", 0, 2048, 1, (32, 64, False, False)),
         ("bf16", 0, 2048, 1, (32, 32, False, False)),
-        ("mxfp8", 0, 2048, 4, (32, 64, False, True)),
-        ("mxfp8", 0, 2051, 4, (33, 64, False, True)),
-        ("mxfp8", 0, 2048, 8, (16, 32, True, True)),
+        ("mxfp8", 0, 2048, 4, (32, 64, True, True)),
+        ("mxfp8", 0, 2051, 4, (33, 64, True, True)),
+        ("mxfp8", 0, 2048, 8, (16, 64, True, True)),
         ("bf16", 0, 2048, 8, (16, 32, True, True)),
         ("fp8_ds_mla", 64, 2048, 8, (16, 64, True, True)),
         ("mxfp8", 0, 2051, 8, (11, 64, True, True)),
@@ -205,7 +205,7 @@ def test_all_that_the_benchmark_launches_has_a_kernel(monkeypatch: pytest.Monkey
         found = bench_sparse_mla.variants(shape)
         assert found[0] == choose(shape.tokens, shape.heads, shape.width, layout, triton_impl.MAX_SPLITS)
         met |= {(shape.layout, launch.block_n) for launch in found if launch.roles}
-    assert met == {("bf16", 64), ("bf16", 32), ("mxfp8", 64), ("mxfp8", 32), ("fp8_ds_mla", 64)}
+    assert met == {("bf16", 64), ("bf16", 32), ("mxfp8", 64), ("fp8_ds_mla", 64)}
 
 
 def test_a_few_long_contexts_have_more_runs_than_threads_merge(monkeypatch: pytest.MonkeyPatch) -> None:
