@@ -244,6 +244,7 @@ def test_what_one_launch_takes() -> None:
         (2048, Cluster(warps=8), True),
         (4096, HELD, True),
         (4096, Cluster(held=True), False),
+        (4096, Cluster(rows=16, warps=8, held=True), False),
         (512, Cluster(), False),
         (6144, Cluster(), False),
     ):
