@@ -113,6 +113,8 @@ def variants(shape: Shape) -> list[Launch]:
             most = min(MAX_SPLITS, -(-shape.width // block_n))
             splits = min(132 // shape.tokens if block_h == 64 else 64 // shape.tokens, most)
             found.append(Launch(splits, block_h, block_n, stages, warps, parted))
+    if shape.heads == 64 and shape.tokens == 1:
+        found += [Launch(64, 64, 32, stages, warps, warps == 8) for stages, warps in ((5, 8), (2, 8), (2, 4))]
     return list(dict.fromkeys(found))
 
 
