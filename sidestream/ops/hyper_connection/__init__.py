@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from sidestream.ops.hyper_connection import torch_impl
-from sidestream.ops.hyper_connection.launches import cluster_for
 from sidestream.ops.moe.expert_sum import ExpertSum
 from sidestream.ops.operator import operator
 
@@ -73,13 +72,6 @@ def _post_pre(
     iters: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     settings: dict[str, Any] = {"norm_weight": norm_weight, "norm_eps": norm_eps, "eps": eps, "iters": iters}
-    if streams.is_cuda and (launch := cluster_for(streams.shape[0])) is not None:
-        from sidestream.ops.hyper_connection import triton_cluster
-
-        if triton_cluster.takes(streams, output, fn, base, norm_weight, launch):
-            return triton_cluster.hyper_connection_post_pre(
-                streams, output, post, fn, base, mix=mix, **settings, launch=launch
-            )
     if streams.is_cuda:
         from sidestream.ops.hyper_connection import triton_post_pre
 
