@@ -1,6 +1,6 @@
 """Time KDA on a GPU, decode steps and prompts: every launch against the formula first, then a table.
 
-    PYTHONPATH=. python benchmarks/kernels/bench_kda.py [results.json] [--only decodes|prompts|singles] [--rows 8 64]
+    PYTHONPATH=. python benchmarks/kernels/bench_kda.py [results.json] [--only decodes|prompts] [--rows 8 64]
 
 The shape is GLM-5.3-Flash's: 64 heads of 128, bf16, fp32 state. Floor of a decode step: the state of each row read once
 and written once (8.4 MB) at 4.28 TB/s; times are medians of graphs of 20 calls, replayed in turns. Beside it stands
@@ -8,8 +8,7 @@ what a kernel that only scales the states in place takes, and one that moves the
 row): nothing that reads and writes them all can be faster. "In a layer" is what a step adds to the two projections
 around it, which decide when it can start and what may start before it ends. Floor of a prompt's chunked product: see
 ``triton_chunked``; times are medians of eager calls. A launch that was wrong, or a batch for which no time was left
-(``BENCH_SECONDS`` of it, once all are compiled), makes the exit status 1. ``--only singles`` times candidates for few
-rows in turn with what is in use.
+(``BENCH_SECONDS`` of it, once all are compiled), makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -58,33 +56,6 @@ CALLS, REPLAYS, BUDGET_S = 20, 15, float(os.environ.get("BENCH_SECONDS", "25"))
 L2_BYTES = 100e6
 WORST = 0.02
 """Relative error in norm: bf16 results against fp32 ones."""
-
-_ONE = Launch(True, releases=True, parts=2, sooner=True)
-_SLIM = replace(_ONE, registers=128)
-SINGLES: dict[int, tuple[Launch, ...]] = {
-    1: (
-        _ONE,
-        _SLIM,
-        replace(_ONE, at_once=True),
-        replace(_SLIM, at_once=True),
-        replace(_SLIM, sooner=False),
-        replace(_SLIM, sooner=False, at_once=True),
-        replace(_SLIM, parts=4),
-        replace(_ONE, parts=4, warps=4),
-        replace(_ONE, warps=4),
-        replace(_ONE, parts=1),
-        replace(_ONE, releases=False),
-    ),
-    2: (
-        _SLIM,
-        replace(_SLIM, at_once=True),
-        replace(_SLIM, sooner=False),
-        replace(_ONE, parts=1),
-        replace(_ONE, warps=4),
-    ),
-    4: (_SLIM, replace(_ONE, parts=1)),
-}
-"""Candidates by rows: the whole step in one launch, by ``triton_single``."""
 
 
 def steps_of(batches: Iterable[int]) -> list[Launch]:
@@ -283,28 +254,6 @@ def time_step(launch: Launch, rows: int) -> dict[str, Any]:
     return {"launch": str(launch), "us": alone["step"], "in_layer_us": added, "parts_us": parts}
 
 
-def time_singles(right: Collection[Launch], results: dict[str, Any], until: float, path: Path | None) -> list[str]:
-    """As ``time_decodes``: the candidates of each number of rows and what is in use there, in turn."""
-    missed = []
-    for rows, candidates in SINGLES.items():
-        if time.monotonic() > until:
-            missed.append(f"batch {rows}")
-            continue
-        launches = [launch for launch in dict.fromkeys((usual_launch(rows), *candidates)) if launch in right]
-        count = min(CALLS, max(2, int(L2_BYTES // (4 * rows * HEADS * DIM * DIM)) + 1))
-        sets, around = [arguments(rows, seed=i) for i in range(count)], Projections(rows)
-        alone = timed({**{str(each): partial(_step, each) for each in launches}, **MOVES}, sets)
-        layers = {str(each): partial(around.around, each) for each in launches}
-        layer = timed({**layers, "projections": around}, sets)
-        results["singles"][rows] = {"us": alone, "layer_us": layer}
-        keep(path, results)
-        print(f"batch {rows}: projections {layer['projections']:.1f} us, states moved {alone['states moved']:.1f} us")
-        for name in sorted(layers, key=lambda name: layer[name]):
-            mark = "*" if name == str(usual_launch(rows)) else " "
-            print(f"{mark} {layer[name] - layer['projections']:8.2f} us in a layer {alone[name]:8.2f} us alone  {name}")
-    return missed
-
-
 def _step(launch: Launch, made: dict[str, Any]) -> None:
     decode_step(**made, launch=launch)
 
@@ -320,21 +269,17 @@ def print_step(rows: int, found: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=out_file)
-    parser.add_argument("--only", choices=("decodes", "prompts", "singles"))
+    parser.add_argument("--only", choices=("decodes", "prompts"))
     parser.add_argument("--rows", type=int, nargs="+", default=BATCHES, help="of the decode steps that are timed")
     args = parser.parse_args()
     if min(args.rows) < 1:
         parser.error(f"--rows {min(args.rows)}: a decode step has at least one row")
-    batches: tuple[int, ...] = (
-        () if args.only == "prompts" else tuple(SINGLES) if args.only == "singles" else tuple(args.rows)
-    )
+    batches: tuple[int, ...] = () if args.only == "prompts" else tuple(args.rows)
     path = args.out
     began = time.monotonic()
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    results |= {"shapes": {}, "chunked": {}, "convolution": {}, "singles": {}}
-    singles = [launch for each in SINGLES.values() for launch in each] if args.only == "singles" else []
-    steps_only = args.only in ("decodes", "singles")
-    tasks = [*dict.fromkeys([*steps_of(batches), *singles]), *(() if steps_only else CHUNKS), *batches]
+    results |= {"shapes": {}, "chunked": {}, "convolution": {}}
+    tasks = [*steps_of(batches), *(() if args.only == "decodes" else CHUNKS), *batches]
     with ProcessPoolExecutor(min(len(tasks), os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         found = dict(zip(tasks, pool.map(first_run, tasks), strict=True))
     results["errors"] = {str(task): value for task, (value, _) in found.items()}
@@ -349,11 +294,8 @@ def main() -> None:
     worst = max((found[task][0] for task in right), default=0.0)
     compiled = time.monotonic()
     print(f"{len(right)} of {len(tasks)} launches and projections are right, to {worst:.1e}; {compiled - began:.0f} s")
-    if args.only == "singles":
-        missed = time_singles(steps, results, compiled + BUDGET_S, path)
-    else:
-        missed = time_decodes(steps, batches, results, compiled + BUDGET_S, path)
-    if not steps_only:
+    missed = time_decodes(steps, batches, results, compiled + BUDGET_S, path)
+    if args.only != "decodes":
         time_convolutions(results, path)
         time_prompts(
             [task for task in right if isinstance(task, triton_chunked.Launch)], arguments(1, seed=0), results, path

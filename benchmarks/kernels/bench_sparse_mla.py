@@ -190,11 +190,12 @@ def replayed_us(call: Callable[[int], object], calls: int = 20) -> float:
 def alone(name: str, tokens: int, pools: dict[tuple[str, int], torch.Tensor]) -> dict[str, Any]:
     """Microseconds of each launch of a call of 64 heads."""
     shape = Shape(name, ROPES[name], tokens, 64, 2048, None)
-    chosen = choose_launch(tokens, 64, 2048, layout_of(name, ROPES[name]), MAX_SPLITS)
-    roles = replace(chosen, block_h=64, block_n=32, roles=True, early=True)
+    layout = layout_of(name, ROPES[name])
+    chosen = choose_launch(tokens, 64, 2048, layout, MAX_SPLITS)
+    roles = replace(chosen, block_h=64, block_n=min(role_tiles(layout)), roles=True, early=True)
     found: dict[str, Any] = {"layout": name, "tokens": tokens, "splits": chosen.splits}
     with patch.object(triton_launch, "merge_runs"):
-        for label, launch in (("runs", chosen), ("runs, roles, 32 rows", roles)):
+        for label, launch in (("runs", chosen), ("runs, roles", roles)):
             found[label] = time_us(shape, launch, pools)
     parts = torch.randn(tokens, chosen.splits, 64, LATENT, device="cuda").bfloat16()
     part_lse = torch.randn(tokens, chosen.splits, 64, device="cuda")

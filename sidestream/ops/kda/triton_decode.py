@@ -8,7 +8,7 @@ it takes the products: before, it sends for its state and convolves. What the ne
 one, ``q (S + k e) = q S + (q k) e``, so that both products over the state happen in one pass before it changes. The
 channels of a head in the convolution ring belong to its program alone, so the ring is read and then written here,
 though the row written is the oldest one read. Heads of 128 on Hopper go to ``triton_advance`` where that is faster;
-others to the kernel below. At a row or two ``triton_single`` may do it all in one launch.
+others to the kernel below. At a row or two ``triton_single`` does it all in one launch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class Launch:
         early: start the first kernel while the one before it ends: its weights never change, so it has them by then.
         releases: let the kernel behind the ordered one start while that ends.
         parts: programs a head in the kernel of ``triton_single``, which is then the only one; 0 where it is not used.
-        warps, sooner, at_once: of that kernel; registers: that a thread of it has at most, None for what it likes.
     """
 
     ordered: bool
@@ -49,25 +48,23 @@ class Launch:
     early: bool = False
     releases: bool = False
     parts: int = 0
-    warps: int = 8
-    sooner: bool = False
-    at_once: bool = False
-    registers: int | None = None
 
 
 PLAIN, ORDERED = Launch(ordered=False), Launch(ordered=True)
 """What is launched: the plain kernel everywhere, the ordered one on Hopper for heads of 128."""
 PLAIN_ROWS = range(3, 9)
 """Rows for which the plain kernel is faster on Hopper, too: 14.7 against 15.1 us for 4, 29.1 against 29.7 for 8 in a
-layer. A row's bits are the same for all numbers of rows in here, for all others up to ``NARROW_ROWS``, and beyond;
-every graph mode counts alike."""
+layer. A row's bits are the same for all numbers of rows in here, for all others up to ``NARROW_ROWS`` but those of
+``SINGLE``, and beyond; every graph mode counts alike."""
 EARLY_ROWS = 16
 """Most rows for which the ordered kernel's first one starts early: 2.7 us less for one row, 0.2 for 16, none for 64."""
 RELEASING_ROWS = 2
-"""Most rows for which it lets the kernel behind start while it ends: 0.5 us less in a layer, 1.5 more for 16."""
-SINGLE: dict[int, Launch] = {}
-"""By rows, launches of the kernel of ``triton_single`` where it was faster: none was timed yet. Each is a form of its
-own; it is in use if it agrees with the plain kernel, for what ``single_takes``."""
+"""Most rows for which it lets the kernel behind start while it ends, where ``SINGLE`` is not in use: 0.5 us less in a
+layer, 1.5 more for 16."""
+SINGLE = {1: replace(ORDERED, releases=True, parts=2), 2: replace(ORDERED, releases=True, parts=1)}
+"""By rows, launches of the kernel of ``triton_single`` where it is faster: 7.0 against 9.5 us for one in a layer, 9.0
+against 11.7 for two. Each is a form of its own; it is in use if it agrees with the plain kernel, for what
+``single_takes``."""
 NARROW_ROWS = 64
 """Most rows of which a program of the ordered kernel's first one takes 16: for 128, 64 at once take 3 us less."""
 
@@ -134,8 +131,7 @@ def decode_step(
         assert hopper, "clusters of programs, on Hopper"
         assert single_takes(projected), (projected.dtype, projected.stride(0))
         tensors = (projected, conv_state, state, out, expand, *memories)
-        form = (launch.parts, launch.warps, launch.sooner, launch.releases, launch.at_once)
-        shape = {"num_warps": launch.warps, "num_ctas": launch.parts, "maxnreg": launch.registers}
+        form, shape = (launch.parts, launch.releases), {"num_warps": 8, "num_ctas": launch.parts}
         single[(H, T)](*tensors, *numbers, *constants, *form, **shape, launch_pdl=True)
         return out
     expanded = torch.empty(2, T, H * D, dtype=torch.float32, device=projected.device)

@@ -2,11 +2,11 @@
 
 So few states do not fill a GPU: what counts is how many trips to memory wait for one another, and that every
 multiprocessor moves its share. A head belongs to a cluster of ``parts`` programs, each with as many columns of the
-state, in registers. Weights, rings and, if ``sooner``, states are on their way before the kernel in front has ended;
-behind the wait there is one trip, for the row that was projected, and the low-rank products are of the program itself:
-all of the forget gate, its columns' of the output gate. Sums over keys are of a column, so only the norm needs all
-parts of a head: each writes its sum of squares into the others' shared memory, and waits for theirs when its part of
-the state is stored.
+state, in registers. Weights, rings and states are on their way before the kernel in front has ended; behind the wait
+there is one trip, for the row that was projected, and the low-rank products are of the program itself: all of the
+forget gate, its columns' of the output gate. Sums over keys are of a column, so only the norm needs all parts of a
+head: each writes its sum of squares into the others' shared memory, and waits for theirs when its part of the state is
+stored.
 
 Gluon has no interpreter: only a GPU tests this as it is.
 """
@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MOST_TAPS = 4
 GREET = gl.constexpr(
-    "{ .shared .align 16 .b64 kept[4]; .reg .pred p; .reg .b32 own, size; .reg .b64 now;"
+    "{ .shared .align 16 .b64 kept[3]; .reg .pred p; .reg .b32 own, size; .reg .b64 now;"
     " mov.u32 own, kept; mov.u32 size, %tid.x; setp.eq.u32 p, size, 0; mov.u32 size, %cluster_nctarank;"
     " shl.b32 size, size, 2; @p mbarrier.init.shared::cta.b64 [own], 1; @p fence.mbarrier_init.release.cluster;"
     " @p mbarrier.arrive.expect_tx.shared::cta.b64 now, [own], size;"
@@ -39,14 +39,11 @@ GIVE = gl.constexpr(
     " @p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [at + 16], $2, [to]; mov.u32 $0, $1; }"
 )
 """Send a number to this program's place in every program of the cluster, a thread each."""
-ARRIVED = (
-    "{ .reg .pred p; .reg .f32 a, b, c, d; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$1], 0; @!p bra AGAIN; "
+TAKE = gl.constexpr(
+    "{ .reg .pred p; .reg .f32 a, b; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$1], 0; @!p bra AGAIN;"
+    " ld.shared.v2.f32 {a, b}, [$1 + 16]; add.f32 $0, a, b; }"
 )
-TAKE_2 = gl.constexpr(ARRIVED + "ld.shared.v2.f32 {a, b}, [$1 + 16]; add.f32 $0, a, b; }")
-TAKE_4 = gl.constexpr(
-    ARRIVED + "ld.shared.v4.f32 {a, b, c, d}, [$1 + 16]; add.f32 a, a, b; add.f32 c, c, d; add.f32 $0, a, c; }"
-)
-"""Wait for all programs' numbers; their sum in the order of the programs."""
+"""Wait for both programs' numbers; their sum in the order of the programs."""
 SIGMOID = gl.constexpr(
     "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000;"
     " rcp.approx.ftz.f32 $0, e; }"
@@ -159,16 +156,13 @@ def single(
     length: gl.constexpr,
     bounded: gl.constexpr,
     parts: gl.constexpr,
-    warps: gl.constexpr,
-    sooner: gl.constexpr,
     releases: gl.constexpr,
-    at_once: gl.constexpr,
 ):
-    """As ``triton_decode``'s kernels, for ``dim`` 128 and up to four taps, in clusters of ``parts`` programs (1, 2 or
-    4) of 4 or 8 ``warps``. ``expand`` [2, heads * dim, dim] in the dtype of ``projected``, whose rows begin at
-    multiples of 16 bytes. Before ``gdc_wait`` it reads weights and what stands before the kernel in front of this one
-    begins: slots, positions, rings and, if ``sooner``, states. ``releases``: as in ``triton_advance``, or,
-    with ``at_once``, the next kernel may start when all programs have sent for what they read."""
+    """As ``triton_decode``'s kernels, for ``dim`` 128 and up to four taps, in clusters of ``parts`` programs (1 or 2)
+    of eight warps. ``expand`` [2, heads * dim, dim] in the dtype of ``projected``, whose rows begin at multiples of 16
+    bytes. Before ``gdc_wait`` it reads weights and what stands before the kernel in front of this one begins: slots,
+    positions, rings and states. ``releases``: as in ``triton_advance``."""
+    warps: gl.constexpr = 8
     deep: gl.constexpr = dim // (parts * warps)
     by_row: gl.constexpr = _blocked([deep, 4], [parts, 32 // parts], [warps, 1], [1, 0], 1, parts)
     of_rows: gl.constexpr = gl.SliceLayout(1, by_row)
@@ -216,8 +210,7 @@ def single(
     old = state + ((slot * versions + position % versions) * heads + h) * (dim * dim)
     new = state + ((slot * versions + (position + 1) % versions) * heads + h) * (dim * dim)
     square = k_row[:, None] * dim + column[None, :]
-    if sooner:
-        memory = gl.load(old + square, mask=known, other=0.0)
+    memory = gl.load(old + square, mask=known, other=0.0)
 
     if parts > 1:
         meeting = _exchange(MEET, "=r,r,~{memory}", [meeting])
@@ -231,10 +224,6 @@ def single(
     own = gl.load(given + place)
     value_own = gl.load(given + value_place)
     beta = gl.load(low + 2 * dim + h).to(gl.float32)
-    if not sooner:
-        memory = gl.load(old + square, mask=known, other=0.0)
-    if releases and at_once:
-        gdc_launch_dependents()
     async_copy.wait_group(0)
     halves = lows._reinterpret(projected.dtype.element_ty, [4, dim // 2], line)
 
@@ -288,12 +277,10 @@ def single(
     if parts > 1:
         meeting = _exchange(GIVE, "=r,r,f,~{memory}", [meeting, squares])
     gl.store(new + square, left + key[:, None] * (error * of_key)[None, :])
-    if releases and not at_once:
+    if releases:
         gdc_launch_dependents()
-    if parts == 2:
-        squares = _taken(TAKE_2, meeting)
-    if parts == 4:
-        squares = _taken(TAKE_4, meeting)
+    if parts > 1:
+        squares = _taken(TAKE, meeting)
     # the row written may be the oldest one read, by the same thread, and in all programs before they sent their number
     gl.store(first + position % length * (3 * width) + place, own)
     gl.store(first + position % length * (3 * width) + value_place, value_own)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any
 
@@ -84,16 +83,12 @@ def test_an_ordered_step_equals_the_formula(rows: int) -> None:
         assert torch.equal(owned(ring, length=length), owned(case["conv_state"], length=length))
 
 
-ONE = triton_decode.Launch(ordered=True, releases=True, parts=2, sooner=True)
-SINGLES = (ONE, replace(ONE, parts=1), replace(ONE, parts=4, warps=4), replace(ONE, sooner=False, registers=128))
-
-
-@pytest.mark.parametrize("launch", SINGLES, ids=["two", "one", "four", "slim"])
+@pytest.mark.parametrize("launch", triton_decode.SINGLE.values(), ids=lambda launch: f"{launch.parts}")
 @pytest.mark.parametrize("window", [4, 3, 2])
 def test_a_step_in_one_launch_equals_the_formula(
     window: int, launch: triton_decode.Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the dispatcher uses it or not; five times the same bits, and the same for a row by itself."""
+    """For any number of rows; five times the same bits, and the same for a row by itself."""
     monkeypatch.setattr(case_module, "WINDOW", window)
     for rows, versions, rollback, bounded in ((2, 1, 0, True), (6, 3, 2, False)):
         choice = {"padding": rows // 4, "versions": versions, "rollback": rollback, "bounded": bounded}

@@ -47,7 +47,7 @@ def main() -> None:
         with pretended_device(), kernels_met(lambda: "") as found:
             bench.decode_step(**bench.arguments(64, seed=0), launch=bench.usual_launch(64))
         with pretended_device(), kernels_met(lambda: "") as singles:
-            bench.decode_step(**bench.arguments(1, seed=0), launch=bench.SINGLES[1][0])
+            bench.decode_step(**bench.arguments(1, seed=0), launch=bench.usual_launch(1))
     begin()
     (single,) = singles.values()
     (ordered,) = (kernel for kernel in found.values() if kernel.name.endswith(".advance"))

@@ -73,15 +73,16 @@ def test_several_steps_carry_the_state_and_the_ring() -> None:
 
 @pytest.mark.parametrize("right", [False, True])
 def test_which_kernels_a_step_takes_on_hopper(right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plain one for some rows and where the other was wrong; that one is tried whatever the rows."""
+    """The plain one for some rows and where the others were wrong; those are tried whatever the rows."""
     asked: list[str] = []
     monkeypatch.setattr(triton_decode.first_use, "agree", lambda name, *_: asked.append(name) or right)
     sizes = (1, 2, 3, 8, 9, 16, 17, 64, 65, 256)
     chosen = {rows: triton_decode.launch_for(torch.device("cuda"), rows) for rows in sizes}
-    assert asked == ["ordered"] * len(sizes)
+    assert asked == ["ordered", *(f"single, {launch}" for launch in triton_decode.SINGLE.values())] * len(sizes)
     ordered = [rows for rows in sizes if chosen[rows].ordered]
     assert ordered == ([1, 2, 9, 16, 17, 64, 65, 256] if right else [])
-    assert [rows for rows in sizes if chosen[rows].early] == ([1, 2, 9, 16] if right else [])
+    assert [rows for rows in sizes if chosen[rows].parts] == ([1, 2] if right else [])
+    assert [rows for rows in sizes if chosen[rows].early] == ([9, 16] if right else [])
     assert [rows for rows in sizes if chosen[rows].releases] == ([1, 2] if right else [])
     assert [rows for rows in sizes if chosen[rows].rows == 64] == ([65, 256] if right else [])
 

@@ -40,13 +40,14 @@ def arguments(mine: dict[str, Any], *choices: Any) -> tuple[Any, ...]:
     return (*memories, *numbers, state.shape[1], DIM, plan.window, plan.length, bound is not None, *choices)
 
 
-CHOICES = [(1, 8, True, True, False), (2, 8, True, False, False), (2, 8, False, True, True), (4, 4, True, True, True)]
+CHOICES = [(1, True), (2, False)]
+"""Parts, and whether the next kernel is released early."""
 
 
 @pytest.mark.parametrize("choices", CHOICES)
 @KINDS
 def test_a_step_equals_the_formula(versions: int, rollback: int, bounded: bool, choices: tuple[Any, ...]) -> None:
-    """Of what the kernel in front writes nothing is read ahead; each number of parts, states sent for early or late."""
+    """Of what the kernel in front writes nothing is read ahead; each number of parts."""
     case = decode_step_case(6, HEADS, DIM, padding=2, versions=versions, rollback=rollback, bounded=bounded)
     mine = map_tensors(case, torch.clone)
     given = arguments(mine, *choices)
