@@ -8,20 +8,22 @@ from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from sidestream.core.batch import SCRATCH_BLOCK, SCRATCH_SLOT, Chunk, Split
 from sidestream.core.ring import RingPlan, plan_ring
 from sidestream.core.segment import Segment
 from sidestream.core.step_inputs import PoolPlan, StepInputs
-from sidestream.streams.upload import PackedUpload
+from sidestream.streams.upload import Array, Narrow, PackedUpload
 
 ROW_BUCKET = 8
 """Token rows are padded to a multiple of this on a CPU, so that a row's GEMM bits depend less on its neighbours."""
 
-Array = npt.NDArray[np.int64]
-Place = Callable[[Sequence[Array]], list[torch.Tensor]]
+WIDE_TABLE = 32_768
+"""Elements from which on a uniform step's block table travels without the columns that no sequence has: 256 KB take
+8 us, and a copy on the device 2."""
+
+Place = Callable[[Sequence[Array | Narrow]], list[torch.Tensor]]
 
 
 class KVPlaces(Protocol):
@@ -36,9 +38,9 @@ class KVPlaces(Protocol):
         ...
 
 
-def place_on_host(arrays: Sequence[Array]) -> list[torch.Tensor]:
-    """The arrays as CPU tensors over the same memory."""
-    return [torch.from_numpy(array) for array in arrays]
+def place_on_host(arrays: Sequence[Array | Narrow]) -> list[torch.Tensor]:
+    """The arrays as CPU tensors, over the same memory where they are whole."""
+    return [torch.from_numpy(array.whole() if isinstance(array, Narrow) else array) for array in arrays]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,8 @@ class StepInputsBuilder:
             sizes += [max_tokens + kept, max_tokens + kept, kept, kept]
         if self.kv_places is not None:
             sizes += [(max_seqs + 1) * max(self.max_blocks, 1), max_tokens, max_tokens]
+        elif (max_seqs + 1) * self.max_blocks >= WIDE_TABLE:  # columns on their way beside the table itself
+            sizes += [(max_seqs + 1) * self.max_blocks]
         return PackedUpload.elements([size + 1 for size in sizes])
 
     def build(
@@ -173,7 +177,9 @@ class StepInputsBuilder:
         slots[tokens:] = SCRATCH_SLOT
         ids[:tokens] = token_ids
         context_lens[:tokens] = positions[:tokens] + 1
-        block_table = self._block_table(chunks, rows, self.max_blocks)
+        narrow = self.kv_places is None and rows * self.max_blocks >= WIDE_TABLE  # by shapes, as addresses are
+        width = max((len(chunk.block_ids) for chunk in chunks), default=1) if narrow else self.max_blocks
+        block_table = self._block_table(chunks, rows, width)
         token_rows = np.arange(rows)
         block, place = np.divmod(positions, self.block_size)
         blocks = block_table[token_rows, block]
@@ -186,7 +192,7 @@ class StepInputsBuilder:
             token_rows,
             blocks * self.block_size + place,
             self._in_pool(blocks) * self.block_size + place,
-            block_table,
+            Narrow(block_table, self.max_blocks) if narrow else block_table,
             context_lens,
             self._sources(sources, rows),
             self._seats(chunks, rows),
@@ -276,11 +282,14 @@ class StepInputsBuilder:
             for window in {self.conv_size, self.kpool if self.kpool > 1 else 0} - {0}
         }
         # Those of a fixed size first: behind them, addresses depend on what the step holds.
-        arrays = [layout.token_ids, layout.positions, layout.token_rows, layout.slot_mapping]
+        arrays: list[Array | Narrow] = [layout.token_ids, layout.positions, layout.token_rows, layout.slot_mapping]
         arrays += [layout.block_table, slots, starts]
         arrays += [tensor.numpy() for plan in plans.values() for tensor in plan.tensors]
         arrays += [ends, entries] if self.kpool > 1 else []
-        hosted = [] if layout.seats is None else [self._in_pool(layout.block_table), layout.seats, layout.key_mapping]
+        hosted: list[Array] = []
+        if layout.seats is not None:
+            assert not isinstance(layout.block_table, Narrow), "places of blocks are those of a whole table"
+            hosted = [self._in_pool(layout.block_table), layout.seats, layout.key_mapping]
         arrays += [*hosted, *(extra for extra in (layout.context_lens, layout.sources) if extra is not None)]
         keeping = None  # the convolution's ring alone is another state's as well
         if kept and self.conv_size:
@@ -339,7 +348,7 @@ class _Layout:
     token_rows: Array
     key_mapping: Array
     slot_mapping: Array
-    block_table: Array
+    block_table: Array | Narrow
     context_lens: Array | None
     sources: Array | None
     seats: Array | None

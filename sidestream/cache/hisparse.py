@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, fields, replace
 import numpy as np
 import torch
 
-from sidestream.attention.step_inputs import Array
 from sidestream.cache.hosted_rows import HostedRows
 from sidestream.cache.placement import BlockPlacement, Moves, Spill
 from sidestream.cache.seats import Seats
@@ -24,7 +23,7 @@ from sidestream.ops.index_map import logical_to_physical
 from sidestream.ops.residency import clear_seats, new_state, resolve
 from sidestream.ops.row_copy import copy_rows
 from sidestream.streams import Handoff, Streams
-from sidestream.streams.upload import PackedUpload
+from sidestream.streams.upload import Array, PackedUpload
 
 
 @dataclass(frozen=True, slots=True)

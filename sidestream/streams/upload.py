@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -18,6 +19,36 @@ KEPT_VIEWS = 4096
 host some 50 us."""
 _ALIGN = 2
 """int64 elements: every array starts on 16 bytes, the widest access of a GPU thread."""
+
+Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Narrow:
+    """The first columns of an array of int64 [R, columns] that holds zeros behind them.
+
+    Attributes:
+        values: [R, C], at least one column and at most ``columns``.
+    """
+
+    values: Array
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the whole array."""
+        return len(self.values), self.columns
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole array."""
+        return len(self.values) * self.columns
+
+    def whole(self) -> Array:
+        """All columns."""
+        wide = np.zeros(self.shape, dtype=np.int64)
+        wide[:, : self.values.shape[1]] = self.values
+        return wide
 
 
 class PackedUpload:
@@ -38,6 +69,8 @@ class PackedUpload:
         self._hosts = [backend.host_buffer((capacity,), dtype=torch.int64) for _ in range(depth)]
         self._copied = [backend.new_event(external=False) for _ in range(depth)]
         self._calls = 0
+        self._wide: tuple[int, tuple[int, int]] | None = None
+        self._filled = 0
         self._view = lru_cache(KEPT_VIEWS)(self._make_view)
 
     def _make_view(self, start: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -53,23 +86,35 @@ class PackedUpload:
         """Capacity that arrays of these sizes need."""
         return sum(_aligned(size) for size in sizes)
 
-    def place(self, arrays: Sequence[npt.NDArray[np.int64]]) -> list[torch.Tensor]:
-        """Copy the arrays to the device on the current stream; the tensors, of equal shapes.
+    def place(self, arrays: Sequence[Array | Narrow]) -> list[torch.Tensor]:
+        """Copy the arrays, of which one may be ``Narrow``, to the device on the current stream; the tensors, of equal
+        shapes.
 
         Raises:
             CapacityError: they do not fit.
         """
-        starts, end = [], 0
+        narrow, starts, end = None, [], 0
         for array in arrays:
-            starts.append(end)
-            end += _aligned(array.size)
-        if end > self._device.numel():
+            if isinstance(array, Narrow):
+                assert narrow is None, "one array may be narrow"
+                narrow = array
+                starts.append(self._device.numel() - _aligned(array.size))
+            else:
+                starts.append(end)
+                end += _aligned(array.size)
+        staged, wide = end, 0
+        if narrow is not None:
+            end, wide = end + narrow.values.size, _aligned(narrow.size)
+        if end + wide > self._device.numel():
             raise CapacityError(
-                f"a step's index tensors need {end} elements, and {self._device.numel()} were set aside for them"
+                f"a step's index tensors need {end + wide} elements, and {self._device.numel()} were set aside for them"
             )
         packed = np.zeros(end, dtype=np.int64)
         for start, array in zip(starts, arrays, strict=True):
-            packed[start : start + array.size] = array.reshape(-1)
+            if isinstance(array, Narrow):
+                packed[staged:end] = array.values.reshape(-1)
+            else:
+                packed[start : start + array.size] = array.reshape(-1)
         turn = self._calls % len(self._hosts)
         host, copied = self._hosts[turn], self._copied[turn]
         if self._calls >= len(self._hosts):
@@ -80,7 +125,26 @@ class PackedUpload:
             self._device[:end].copy_(host[:end], non_blocking=True)
         finally:  # an interrupt may come behind the launch
             self._backend.record(copied)
-        return [self._view(start, array.shape) for start, array in zip(starts, arrays, strict=True)]
+        placed = [self._view(start, array.shape) for start, array in zip(starts, arrays, strict=True)]
+        self._widen(narrow, staged)
+        return placed
+
+    def _widen(self, narrow: Narrow | None, staged: int) -> None:
+        """Bring columns from where they were sent to their place, and zeros behind them where others may stand."""
+        if narrow is None:
+            self._wide = None
+            return
+        start, shape, count = self._device.numel() - _aligned(narrow.size), narrow.shape, narrow.values.shape[1]
+        place = self._view(start, shape)
+        if self._wide != (start, shape):
+            self._wide, self._filled = None, 0
+            place.zero_()
+            self._wide = (start, shape)
+        filled, self._filled = self._filled, max(self._filled, count)  # an interrupt may come behind either launch
+        if filled > count:
+            place[:, count:filled].zero_()
+        place[:, :count].copy_(self._view(staged, narrow.values.shape))
+        self._filled = count
 
 
 def _aligned(size: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from sidestream.errors import CapacityError
 from sidestream.streams import Event, InlineBackend
 from sidestream.streams.simulated import HazardError, Order
-from sidestream.streams.upload import PackedUpload
+from sidestream.streams.upload import Narrow, PackedUpload
 from tests.streams.programs import ORDERS, Machine
 
 Array = npt.NDArray[np.int64]
@@ -24,6 +24,10 @@ def arrays(*shapes: tuple[int, ...], first: int = 1) -> list[Array]:
         made.append(np.arange(first, first + size, dtype=np.int64).reshape(shape))
         first += size
     return made
+
+
+def narrow(rows: int, count: int, columns: int, first: int) -> Narrow:
+    return Narrow(arrays((rows, count), first=first)[0], columns)
 
 
 def test_tensors_have_the_arrays_shapes_and_values() -> None:
@@ -108,6 +112,22 @@ def test_a_graph_reads_what_each_step_placed(machine: Machine) -> None:
     machine.backend.check()
 
 
+def test_a_graph_reads_the_columns_that_each_step_placed(machine: Machine) -> None:
+    """Of an array of one width, however many of its columns travelled."""
+    upload = PackedUpload(machine.backend, 64)
+    result = machine.buffer(4, 6)
+    with machine.on_compute():
+        wide = upload.place([*arrays((2,)), narrow(4, 1, 6, 1)])[1]
+        with machine.streams.capture("whole") as graph:
+            result.copy_(wide)
+        for count in (2, 5, 3, 3, 6, 1):
+            given = narrow(4, count, 6, 10 * count)
+            upload.place([*arrays((2,)), given])
+            graph.replay()
+            assert machine.read(result) == given.whole().astype(float).tolist()
+    machine.backend.check()
+
+
 class Counting:
     """Counts how often the host asked to wait for a copy, and whether it was still to run then."""
 
@@ -148,3 +168,34 @@ def test_a_host_that_does_not_wait_is_found_out(monkeypatch: pytest.MonkeyPatch)
             upload.place(arrays((4,), first=step))
     with pytest.raises(HazardError, match=r"upload\.py"):
         machine.backend.check()
+
+
+def test_a_narrow_array_lies_at_one_address_with_zeros_behind_its_columns() -> None:
+    """Whatever stands around it, however many columns it has, and whatever was placed there in between."""
+    upload = PackedUpload(InlineBackend(), 96)
+    places = set()
+    for turn, (count, extra) in enumerate([(3, 2), (5, 9), (2, 2), (1, 0), (8, 1), (2, 5)]):
+        given: list[Array | Narrow] = [*arrays((4,), first=700), narrow(3, count, 8, 10 * turn + 1)]
+        given += arrays((extra,), first=900)
+        placed = upload.place(given)
+        places.add(placed[1].data_ptr())
+        assert placed[1].shape == (3, 8)
+        assert placed[1].is_contiguous()
+        for tensor, array in zip(placed, given, strict=True):
+            assert tensor.tolist() == (array.whole() if isinstance(array, Narrow) else array).tolist()
+        if turn % 2:  # over it
+            upload.place(arrays((96,), first=5000))
+    assert len(places) == 1
+    other = upload.place([narrow(4, 2, 6, 1)])[0]
+    assert other.tolist() == narrow(4, 2, 6, 1).whole().tolist()
+    again = upload.place([narrow(3, 2, 8, 1)])[0]
+    assert again.tolist() == narrow(3, 2, 8, 1).whole().tolist()
+    assert again.data_ptr() in places
+
+
+def test_a_narrow_array_needs_room_for_its_columns_beside_its_place() -> None:
+    upload = PackedUpload(InlineBackend(), 4 + 6 + 24)
+    given: list[Array | Narrow] = [*arrays((4,)), narrow(3, 2, 8, 9)]
+    assert upload.place(given)[1].tolist() == narrow(3, 2, 8, 9).whole().tolist()
+    with pytest.raises(CapacityError, match="need 37 elements, and 34 were set aside"):
+        upload.place([*arrays((4,)), narrow(3, 3, 8, 9)])
