@@ -66,7 +66,7 @@ def shapes() -> list[Shape]:
         Shape(name, ROPES[name], t, 64, 2048, bar) for name in BARS for t, bar in zip(BATCHES, BARS[name], strict=True)
     ]
     found += [Shape("mxfp8", 0, t, 64, 2051, None) for t in (1, 8, 64)]
-    found += [Shape(name, 0, t, 64, 2048, None) for name in ("mxfp8", "bf16") for t in (2, 3, 4, 16)]
+    found += [Shape(name, ROPES[name], t, 64, 2048, None) for name in BARS for t in (2, 3, 4, 16)]
     found += [Shape(name, ROPES[name], 64, 128, 2048, 105) for name in BARS]
     found += [Shape("bf16", 0, t, 8, 2048, None) for t in (1, 64)]
     found += [
@@ -114,7 +114,10 @@ def variants(shape: Shape) -> list[Launch]:
             splits = min(132 // shape.tokens if block_h == 64 else 64 // shape.tokens, most)
             found.append(Launch(splits, block_h, block_n, stages, warps, parted))
     if shape.heads == 64 and shape.tokens == 1:
-        found += [Launch(64, 64, 32, stages, warps, warps == 8) for stages, warps in ((5, 8), (2, 8), (2, 4))]
+        found += [Launch(64, 64, 32, stages, 8, parted=True) for stages in (5, 2)]
+        found += [Launch(64, block_h, 32, stages, 4, parted=False) for block_h in (16, 32) for stages in (2, 5)]
+    if shape.layout == "fp8_ds_mla" and shape.tokens in (2, 3, 4):
+        found += [Launch(32, 64, 64, 1, 8, False, roles=True, in_threads=True)]
     return list(dict.fromkeys(found))
 
 

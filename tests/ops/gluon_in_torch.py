@@ -242,7 +242,20 @@ def allocate(dtype: torch.dtype, shape: list[int], _layout: object) -> Shared:
 
 def language(program: tuple[int, int], grid: tuple[int, int] = (1, 1), **own: Any) -> types.SimpleNamespace:
     """What kernels know as ``gl``, for one program of a grid; ``own`` names are the test's."""
-    same = ("uint8", "int32", "int64", "float32", "bfloat16", "exp", "exp2", "log", "log2", "sqrt", "maximum", "reshape")
+    same = (
+        "uint8",
+        "int32",
+        "int64",
+        "float32",
+        "bfloat16",
+        "exp",
+        "exp2",
+        "log",
+        "log2",
+        "sqrt",
+        "maximum",
+        "reshape",
+    )
     names: dict[str, Any] = {name: getattr(torch, name) for name in same}
     layouts = ("BlockedLayout", "DistributedLinearLayout", "SharedLinearLayout", "SliceLayout", "SwizzledSharedLayout")
     names |= dict.fromkeys((*layouts, "NVMMADistributedLayout"), layout)

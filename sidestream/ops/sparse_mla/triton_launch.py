@@ -29,9 +29,10 @@ _START, _MERGE, _MERGE_RUN = 280, 64, 0.5
 """Costs in rows of one program, 28 of which take a microsecond: to start one (queries, first gathers), the merge's
 launch, and its traffic a run of 64 heads. Measured: 64 rows take 2.1 us in bf16 and 2.6 in mxfp8, a program 10 more in
 each wave, a merge of 128 runs adds 2 to a call of 8 tokens, 3.5 to 32 and 6 to 64."""
-_FEW_BLOCKS, _FEW_MXFP8_BLOCKS = 5, 4
-"""Blocks of 64 heads with rows named one by one, below which the plain kernel wins: a program with roles takes longer
-to start, and each has one tile only."""
+_FEW_BLOCKS, _FEW_FP8_BLOCKS = 2, 5
+"""Blocks of 64 heads with rows named one by one, below which the plain kernel wins, and of ``fp8_ds_mla``: a program
+with roles takes longer to start, and each has one tile only. 14.3 against 15.4 us for 3 tokens of ``mxfp8``, 14.7
+against 15.8 in bf16."""
 _SHORT_TILES = 2
 """Tiles of 64 rows a run, up to which tiles of 32 win with roles: more of them are under way when a program starts."""
 _MERGED = (4, 16, 64, 128)
@@ -92,7 +93,7 @@ def choose_launch(
     most ``limit`` runs a token. ``in_line``: a block's queries may be those of several tokens of one sequence."""
     across = tokens * heads if in_line else heads
     full_blocks = -(-across // 64) * (1 if in_line else tokens)
-    few = not paged and full_blocks < (_FEW_MXFP8_BLOCKS if layout.name == "mxfp8" else _FEW_BLOCKS)
+    few = not paged and full_blocks < (_FEW_FP8_BLOCKS if layout.name == "fp8_ds_mla" else _FEW_BLOCKS)
     one = not paged and full_blocks == 1
     # What unpacks rows does so once for all heads.
     block_h = 16 if one and not (layout.tile and across > 32) else min(64, max(16, triton.next_power_of_2(across)))

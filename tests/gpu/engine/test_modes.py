@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sidestream.attention import step_inputs
 from sidestream.config.engine import EngineConfig
 from sidestream.core.cudagraph_mode import CUDAGraphMode
 from sidestream.engine.build import build_engine, in_graph_mode
@@ -53,6 +54,14 @@ def test_the_gpu_gives_what_the_cpu_gives() -> None:
     got = run(bundled("full_and_piecewise"), asked, max_tokens=16)
     compared = sum(_agree(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
     assert compared > len(asked) * 8, f"only {compared} steps before the first close call"
+
+
+def test_a_block_table_that_travels_without_unused_columns_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of all lengths come and go, so tables grow and shrink between steps of one captured size."""
+    asked = prompts(12, 700, seed=5, vocab=1536)
+    expected = run(bundled("full_and_piecewise", max_num_seqs=4), asked, max_tokens=24)
+    monkeypatch.setattr(step_inputs, "WIDE_TABLE", 1)
+    assert run(bundled("full_and_piecewise", max_num_seqs=4), asked, max_tokens=24) == expected
 
 
 def _agree(mine: Tokens, theirs: Tokens) -> int:

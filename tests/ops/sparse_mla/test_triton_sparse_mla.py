@@ -168,6 +168,8 @@ def test_one_token_of_packed_rows_is_unpacked_once_for_all_heads() -> None:
         ("mxfp8", 0, 2048, 4, (32, 64, True, True)),
         ("mxfp8", 0, 2051, 4, (33, 64, True, True)),
         ("mxfp8", 0, 2048, 8, (16, 64, True, True)),
+        ("bf16", 0, 2048, 2, (32, 32, True, True)),
+        ("fp8_ds_mla", 64, 2048, 4, (32, 64, False, True)),
         ("bf16", 0, 2048, 8, (16, 32, True, True)),
         ("fp8_ds_mla", 64, 2048, 8, (16, 64, True, True)),
         ("mxfp8", 0, 2051, 8, (11, 64, True, True)),
