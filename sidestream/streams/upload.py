@@ -56,7 +56,8 @@ class PackedUpload:
 
     Arrays land one behind the other, so an array's address depends on the sizes of those before it and on nothing
     else: the same shapes in the same order lie at the same addresses in every step, as captured graphs need. What the
-    last call placed is overwritten, in stream order.
+    last call placed is overwritten, in stream order. Of a ``Narrow`` array its columns alone travel, behind the others;
+    a copy on the device brings them to its place, which ends where the buffer does and depends on its own shape.
 
     Args:
         capacity: int64 elements, padding of 16 bytes an array included; see ``elements``.
@@ -69,8 +70,8 @@ class PackedUpload:
         self._hosts = [backend.host_buffer((capacity,), dtype=torch.int64) for _ in range(depth)]
         self._copied = [backend.new_event(external=False) for _ in range(depth)]
         self._calls = 0
-        self._wide: tuple[int, tuple[int, int]] | None = None
-        self._filled = 0
+        self._wide: tuple[int, tuple[int, int]] | None = None  # where a narrow array lies, zeros behind its columns,
+        self._filled = 0  # which are so many
         self._view = lru_cache(KEPT_VIEWS)(self._make_view)
 
     def _make_view(self, start: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -120,20 +121,19 @@ class PackedUpload:
         if self._calls >= len(self._hosts):
             self._backend.synchronize_event(copied)
         self._calls += 1
+        if narrow is None:  # before anything is launched that may lie where a narrow one did
+            self._wide = None
         host[:end].copy_(torch.from_numpy(packed))
         try:
             self._device[:end].copy_(host[:end], non_blocking=True)
         finally:  # an interrupt may come behind the launch
             self._backend.record(copied)
-        placed = [self._view(start, array.shape) for start, array in zip(starts, arrays, strict=True)]
-        self._widen(narrow, staged)
-        return placed
+        if narrow is not None:
+            self._widen(narrow, staged)
+        return [self._view(start, array.shape) for start, array in zip(starts, arrays, strict=True)]
 
-    def _widen(self, narrow: Narrow | None, staged: int) -> None:
+    def _widen(self, narrow: Narrow, staged: int) -> None:
         """Bring columns from where they were sent to their place, and zeros behind them where others may stand."""
-        if narrow is None:
-            self._wide = None
-            return
         start, shape, count = self._device.numel() - _aligned(narrow.size), narrow.shape, narrow.values.shape[1]
         place = self._view(start, shape)
         if self._wide != (start, shape):

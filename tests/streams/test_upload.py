@@ -193,6 +193,21 @@ def test_a_narrow_array_lies_at_one_address_with_zeros_behind_its_columns() -> N
     assert again.data_ptr() in places
 
 
+def test_an_interrupt_behind_another_upload_costs_a_narrow_array_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was on its way when it came lies where the array did."""
+    upload = PackedUpload(InlineBackend(), 64)
+    given = narrow(3, 2, 8, 1)
+    upload.place([given])
+
+    def interrupted(_event: Event) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(upload._backend, "record", interrupted)
+        upload.place(arrays((64,), first=5000))
+    assert upload.place([given])[0].tolist() == given.whole().tolist()
+
+
 def test_a_narrow_array_needs_room_for_its_columns_beside_its_place() -> None:
     upload = PackedUpload(InlineBackend(), 4 + 6 + 24)
     given: list[Array | Narrow] = [*arrays((4,)), narrow(3, 2, 8, 9)]
