@@ -202,9 +202,10 @@ def test_an_interrupt_behind_another_upload_costs_a_narrow_array_nothing(monkeyp
     def interrupted(_event: Event) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(upload._backend, "record", interrupted)
-        upload.place(arrays((64,), first=5000))
+        with pytest.raises(KeyboardInterrupt):
+            upload.place(arrays((64,), first=5000))
     assert upload.place([given])[0].tolist() == given.whole().tolist()
 
 
