@@ -222,7 +222,8 @@ class StepInputsBuilder:
             return self.build_uniform((), (), rows=rows)
         longest = self.max_model_len or max(self.max_blocks * self.block_size, 1)
         first = int(decode and rows > 1 and longest > 1)
-        chunks = [Chunk("scratch decode", 1, 1, (SCRATCH_BLOCK,), SCRATCH_SLOT, is_decode=True, samples=False)] * first
+        two = (SCRATCH_BLOCK,) * -(-2 // self.block_size)
+        chunks = [Chunk("scratch decode", 1, 1, two, SCRATCH_SLOT, is_decode=True, samples=False)] * first
         for done in range(first, rows, longest):
             length = min(longest, rows - done)
             blocks = (SCRATCH_BLOCK,) * -(-length // self.block_size)

@@ -70,7 +70,7 @@ class PackedUpload:
         self._hosts = [backend.host_buffer((capacity,), dtype=torch.int64) for _ in range(depth)]
         self._copied = [backend.new_event(external=False) for _ in range(depth)]
         self._calls = 0
-        self._wide: tuple[int, tuple[int, int]] | None = None  # where a narrow array lies, zeros behind its columns,
+        self._wide: tuple[int, int] | None = None  # shape of the narrow array that is there, zeros behind its columns,
         self._filled = 0  # which are so many
         self._view = lru_cache(KEPT_VIEWS)(self._make_view)
 
@@ -121,7 +121,7 @@ class PackedUpload:
         if self._calls >= len(self._hosts):
             self._backend.synchronize_event(copied)
         self._calls += 1
-        if narrow is None:  # before anything is launched that may lie where a narrow one did
+        if narrow is None or self._wide != narrow.shape:  # what is launched now may lie where the last narrow one did
             self._wide = None
         host[:end].copy_(torch.from_numpy(packed))
         try:
@@ -136,10 +136,10 @@ class PackedUpload:
         """Bring columns from where they were sent to their place, and zeros behind them where others may stand."""
         start, shape, count = self._device.numel() - _aligned(narrow.size), narrow.shape, narrow.values.shape[1]
         place = self._view(start, shape)
-        if self._wide != (start, shape):
-            self._wide, self._filled = None, 0
+        if self._wide is None:
+            self._filled = 0
             place.zero_()
-            self._wide = (start, shape)
+            self._wide = shape
         filled, self._filled = self._filled, max(self._filled, count)  # an interrupt may come behind either launch
         if filled > count:
             place[:, count:filled].zero_()

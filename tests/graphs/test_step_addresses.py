@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidestream.attention import step_inputs
+from sidestream.attention.step_inputs import StepInputsBuilder
 from sidestream.core.step_inputs import StepInputs
 from sidestream.streams import InlineBackend
 from tests.graphs.steps import BLOCK_SIZE, chunk, decodes, step_builder
@@ -107,3 +108,10 @@ def check_that_steps_fit(data: st.DataObject, windows: tuple[int, int]) -> None:
     assert step.num_tokens == tokens
     uniform = builder.build_uniform(decodes([8 * BLOCK_SIZE - 1] * max_seqs), [1] * max_seqs, rows=max_seqs)
     assert uniform.num_padded_tokens == max_seqs
+
+
+def test_scratch_decodes_have_the_blocks_of_two_tokens() -> None:
+    """Also where every token is a block of its own, and no sequence has more of them."""
+    builder = StepInputsBuilder(block_size=1, conv_size=0, kpool=1, rollback=0, max_blocks=2, capturable=True)
+    for rows in (2, 3, 4):
+        assert builder.scratch(rows=rows, uniform=False, decode=True).num_decode == 1

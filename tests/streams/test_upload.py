@@ -193,8 +193,11 @@ def test_a_narrow_array_lies_at_one_address_with_zeros_behind_its_columns() -> N
     assert again.data_ptr() in places
 
 
-def test_an_interrupt_behind_another_upload_costs_a_narrow_array_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was on its way when it came lies where the array did."""
+@pytest.mark.parametrize("other", [arrays((64,), first=5000), [*arrays((45,), first=5000), narrow(2, 1, 6, 1)]])
+def test_an_interrupt_behind_another_upload_costs_a_narrow_array_nothing(
+    other: list[Array | Narrow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was on its way when it came lies where the array did, be it narrow as well."""
     upload = PackedUpload(InlineBackend(), 64)
     given = narrow(3, 2, 8, 1)
     upload.place([given])
@@ -205,7 +208,7 @@ def test_an_interrupt_behind_another_upload_costs_a_narrow_array_nothing(monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(upload._backend, "record", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            upload.place(arrays((64,), first=5000))
+            upload.place(other)
     assert upload.place([given])[0].tolist() == given.whole().tolist()
 
 
