@@ -1,6 +1,7 @@
 """The attention kernel of warps with roles, its own source run on a CPU with torch in the place of Gluon's language.
 
-See ``tests.ops.gluon_in_torch`` for what this catches. A fence is wanted between rows' unpacking and their products.
+See ``tests.ops.gluon_in_torch`` for what this catches. A fence is wanted between rows' unpacking and their products,
+and barriers between threads of a role.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import types
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from sidestream.ops.dense_mla import reference as dense_reference
 from sidestream.ops.kv_rows import KVRowLayout, kv_row_layout, unpack_rows
 from sidestream.ops.sparse_mla import reference
-from tests.ops.gluon_in_torch import Machine, Pointer, Shared, Sum, functions_of, language, with_functions
+from tests.ops.gluon_in_torch import Machine, Pointer, Shared, Sum, allocate, functions_of, language, with_functions
 from tests.ops.paged import make_paged
 from tests.ops.sparse_mla.test_sparse_mla import draw_rows, poisoned
 from tests.tolerances import BF16_STEPS, FP32_GEMM
@@ -41,11 +42,45 @@ def bit_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "to", to)
 
 
+class Watched(Shared):
+    """Shared memory whose loads and stores the machine is told of: threads of a role do not run in step."""
+
+    def __init__(self, data: torch.Tensor, machine: Gathering) -> None:
+        super().__init__(data)
+        self.machine = machine
+
+    def index(self, i: int) -> Shared:
+        return Watched(self.data[i], self.machine)
+
+    def slice(self, start: int, length: int) -> Shared:
+        return Watched(self.data[start : start + length], self.machine)
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared:
+        return Watched(super()._reinterpret(dtype, shape, layout).data, self.machine)
+
+    def store(self, value: torch.Tensor) -> None:
+        self.machine.stored(self)
+        super().store(value)
+
+    def load(self, layout: object) -> torch.Tensor:
+        self.machine.loaded(self)
+        return super().load(layout)
+
+
+def span_of(memory: Shared) -> range:
+    """Addresses."""
+    first = memory.data.data_ptr()
+    return range(first, first + memory.data.numel() * memory.data.itemsize)
+
+
 class Gathering(Machine):
-    """Roles that gather rows by asynchronous copies; what threads write needs a fence before products."""
+    """Roles that gather rows by asynchronous copies; what threads write needs a fence before products. What some
+    threads of a role store others may load behind a barrier only, and the other way round, but for memory whose layout
+    is ``"own"``: each thread has a part of it for itself."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
+        self.loads, self.stores = defaultdict[int, list[range]](list), defaultdict[int, list[range]](list)
         self.copies: list[Callable[[], Any]] = []
         self.groups: deque[list[Callable[[], Any]]] = deque()
         self.unordered: set[int] = set()
@@ -53,9 +88,44 @@ class Gathering(Machine):
     def fence(self) -> None:
         self.unordered.discard(threading.get_ident())
 
+    def allocate(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared:
+        memory = allocate(dtype, shape, layout)
+        return memory if layout == "own" else Watched(memory.data, self)
+
+    def loaded(self, memory: Shared) -> None:
+        span, me = span_of(memory), threading.get_ident()
+        fresh = any(span[0] <= other[-1] and other[0] <= span[-1] for other in self.stores[me])
+        assert not fresh, "threads load what others stored, without a barrier between"
+        self.loads[me].append(span)
+
+    def stored(self, memory: Shared, *, arrives: bool = True) -> None:
+        span, me = span_of(memory), threading.get_ident()
+        wanted = any(span[0] <= other[-1] and other[0] <= span[-1] for other in self.loads[me])
+        assert not wanted, "threads store where others may still load, without a barrier between"
+        if arrives:
+            self.stores[me].append(span)
+
+    def line_up(self) -> None:
+        self.loads.pop(threading.get_ident(), None)
+        self.stores.pop(threading.get_ident(), None)
+
+    def arrive(self, barrier: Shared, *, count: int, pred: bool = True) -> None:
+        me = threading.get_ident()
+        assert count > 1 or not (self.loads[me] or self.stores[me]), "one thread arrives for all without a barrier"
+        super().arrive(barrier, count=count, pred=pred)
+
     def copy(self, target: Shared, source: Pointer, mask: torch.Tensor) -> None:
+        watched = isinstance(target, Watched)
+        if watched:
+            self.stored(target, arrives=False)
         target.data.view(torch.uint8).fill_(0xFF)  # NaN in every format
-        self.copies.append(lambda: target.data.copy_(source.load(mask)))
+
+        def arrive() -> None:
+            if watched:
+                self.stored(target)
+            target.data.copy_(source.load(mask))
+
+        self.copies.append(arrive)
 
     def commit_copies(self) -> None:
         self.groups.append(self.copies)
@@ -109,7 +179,13 @@ def names_of(machine: Gathering, program: tuple[int, int] = (0, 0)) -> dict[str,
         mbarrier_arrive=machine.copies_arrive,
     )
     names: dict[str, Any] = {
-        "gl": language(program, inline_asm_elementwise=unpacked, warp_specialize=machine.specialize),
+        "gl": language(
+            program,
+            inline_asm_elementwise=unpacked,
+            warp_specialize=machine.specialize,
+            allocate_shared_memory=machine.allocate,
+            thread_barrier=machine.line_up,
+        ),
         "async_copy": copies,
         "mbarrier": machine.mbarrier,
         "fence_async_shared": machine.fence,
@@ -124,7 +200,7 @@ def names_of(machine: Gathering, program: tuple[int, int] = (0, 0)) -> dict[str,
         "_UNPACK": "fp32",
         "_UNPACK_PAIRS": "pairs",
         "_SHORT_TILES": None,
-        "_SHORT_STAGE": None,
+        "_SHORT_STAGE": "own",
         "_STAGES": 3,
         "_LONG_TILES": None,
     }
