@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.power import described, watched
 from sidestream.config.engine import EngineConfig
 from sidestream.config.model import ModelConfig
 from sidestream.config.resolved import resolve
@@ -131,18 +132,20 @@ def main() -> int:
         return 0
     for each in one_by_one(settings):
         try:
-            report = measure(
-                built,
-                each,
-                model=args.config.name,
-                command=["python", *sys.argv],
-                on_row=lambda row: print(row, flush=True),
-            )
+            with watched() as power:
+                report = measure(
+                    built,
+                    each,
+                    model=args.config.name,
+                    command=["python", *sys.argv],
+                    on_row=lambda row: print(row, flush=True),
+                )
         except (RuntimeError, ValueError, SidestreamError) as error:  # out of memory, for one
             traceback.print_exc()
             results["failed"].append({"cases": each.cases, "prefills": each.prefills, "error": repr(error)})
         else:
-            add(results, report.as_json(), slice_a=args.config == SLICE_A)
+            print(f"    {described(power)}", flush=True)
+            add(results, report.as_json(), power, slice_a=args.config == SLICE_A)
         write()
     print(f"{len(built.compiled_after_ready())} kernels compiled after ready")
     for batch, context in settings.cases if args.profile else ():
@@ -158,8 +161,11 @@ def one_by_one(settings: LatencySettings) -> list[LatencySettings]:
     return cases + [replace(settings, cases=(), prefills=(tokens,)) for tokens in settings.prefills]
 
 
-def add(results: dict[str, Any], found: dict[str, Any], *, slice_a: bool) -> None:
-    """Join what one case gave to what those before it gave; everything but the rows is as of the last."""
+def add(results: dict[str, Any], found: dict[str, Any], power: dict[str, Any], *, slice_a: bool) -> None:
+    """Join what one case gave, and ``power`` drew meanwhile, to what those before it gave; everything but the rows is
+    as of the last."""
+    for row in (*found["decode"], *found["prefill"]):
+        row["power"] = power
     decode, prefill = [*results["decode"], *found["decode"]], [*results["prefill"], *found["prefill"]]
     for row in decode if slice_a else ():
         row["vllm_ms"] = CASES.get((row["batch"], row["context"]))

@@ -34,6 +34,7 @@ def test_a_case_that_fails_takes_no_other_with_it(tmp_path: Path, monkeypatch: p
     found = json.loads(path.read_text())
     assert [(row["batch"], row["context"]) for row in found["decode"]] == [(1, 20), (2, 40)]
     assert [row["tokens"] for row in found["prefill"]] == [30]
+    assert all("power" in row for row in (*found["decode"], *found["prefill"]))
     assert "out of memory" in found["failed"][0]["error"]
     assert [len(kept["decode"]) for kept in seen] == [0, 1, 1, 2], "the file is written after each case"
     assert all(kept["startup_s"] and kept["ledger"] for kept in seen)
